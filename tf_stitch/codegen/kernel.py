@@ -1,0 +1,36 @@
+"""One generated kernel: its text and how a program calls it."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..ir.dims import Dim
+from ..ir.graph import Node
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel in the text that both targets share (codegen/include gives it meaning).
+
+    Attributes:
+      name: C symbol; derived from a hash of the text, so equal kernels of a program or model are one.
+      text: the kernel's definition, without includes.
+      args: buffers in the kernel's order: the group's inputs it reads, then its outputs, then temps.
+      temps: (dtype, element count) of scratch buffers in global memory that the kernel needs.
+      dims: run-time integer parameters, in the kernel's order.
+      blocks: number of blocks to run (0 when the outputs are empty).
+      shared_bytes: on-chip scratch of one block, in bytes.
+      cost: estimated cycles of one block on one host core (for the intra-op pool's split).
+      threads: threads per block on a GPU.
+      exact: False when the kernel may set the status word (out-of-range index, zero divisor).
+    """
+
+    name: str
+    text: str
+    args: tuple[Node, ...]
+    temps: tuple[tuple[str, Dim], ...]
+    dims: tuple[Dim, ...]
+    blocks: Dim
+    shared_bytes: Dim
+    cost: Dim
+    threads: int = 256
+    exact: bool = True

@@ -1,0 +1,30 @@
+"""Errors that users see.  Each message is one sentence: what is wrong, where, and what to do."""
+from __future__ import annotations
+
+
+class StitchError(Exception):
+    """Base of every error tf_stitch raises on purpose."""
+
+
+class OptionError(StitchError, ValueError):
+    """An option or argument has a value that cannot be used."""
+
+
+class ImportFailed(StitchError):
+    """A TensorFlow node cannot be expressed in the IR; the node stays TensorFlow's."""
+
+
+class Unschedulable(StitchError):
+    """A fused group has no consistent schedule; the planner splits it."""
+
+
+class CompileError(StitchError):
+    """The C++ or CUDA compiler is missing or failed; the message carries its first error line."""
+
+
+class SavedModelError(StitchError):
+    """A SavedModel cannot be read, or the destination cannot be written."""
+
+
+class VerifyError(StitchError):
+    """The rewritten model's outputs differ from the original's by more than the tolerance."""

@@ -1,0 +1,163 @@
+"""The IR: an immutable DAG of primitive operations over typed, statically ranked tensors."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import dims as D
+from .dims import Dim
+
+Shape = tuple[Dim, ...]
+
+
+class Node:
+    """One operation and its single result.  Compared by identity.
+
+    Attributes:
+      op: name in :data:`tf_stitch.ir.ops.OPS`.
+      inputs: operand nodes.
+      attrs: what the op needs beside operands (see ops.py for each op's attrs).
+      shape: result dims (each an int or a symbolic Expr).
+      dtype: result element type name.
+      origin: name of the TensorFlow node it came from, for messages.
+    """
+
+    __slots__ = ("op", "inputs", "attrs", "shape", "dtype", "origin", "id")
+    _next_id = 0
+
+    def __init__(self, op: str, inputs: Sequence[Node], attrs: Mapping[str, Any], shape: Sequence[Dim],
+                 dtype: str, origin: str = ""):
+        self.op = op
+        self.inputs = tuple(inputs)
+        self.attrs = dict(attrs)
+        self.shape: Shape = tuple(shape)
+        self.dtype = dtype
+        self.origin = origin
+        self.id = Node._next_id  # creation order: a stable tie-break for every pass
+        Node._next_id += 1
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> Dim:
+        """Number of elements."""
+        return D.product(self.shape)
+
+    def __repr__(self) -> str:
+        dims = ",".join(D.to_text(d) for d in self.shape)
+        return f"%{self.id}:{self.op}[{dims}]{self.dtype}"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A condition that the rewrite relies on and the op checks at run time; else the fallback runs.
+
+    ``kind``: "eq" (a == b), "le" (a <= b), "divides" (a % b == 0).
+    """
+
+    kind: str
+    a: Dim
+    b: Dim
+    reason: str = ""
+
+    def holds(self, env: Mapping[str, int]) -> bool:
+        a, b = D.evaluate(self.a, env), D.evaluate(self.b, env)
+        return {"eq": a == b, "le": a <= b, "divides": b != 0 and a % b == 0}[self.kind]
+
+
+@dataclass(frozen=True)
+class SymbolSource:
+    """Where a symbol's value is read at run time.
+
+    ``kind`` "dim": dim ``index`` of param ``param``.  ``kind`` "value": element ``index`` (flat) of
+    the integer param ``param``, whose contents must be in host memory.
+    """
+
+    kind: str
+    param: int
+    index: int
+
+
+@dataclass
+class Graph:
+    """A function from params to outputs, with the guards it relies on."""
+
+    params: list[Node]
+    outputs: list[Node]
+    guards: list[Guard] = field(default_factory=list)
+    symbols: dict[str, SymbolSource] = field(default_factory=dict)
+    name: str = ""
+
+    def nodes(self) -> list[Node]:
+        """Every node that the outputs need, and all params, operands first."""
+        return topological([*self.params, *self.outputs])
+
+    def users(self) -> dict[Node, list[Node]]:
+        """For each node, the nodes that read it (an entry per node, repeated operands counted once)."""
+        out: dict[Node, list[Node]] = {n: [] for n in self.nodes()}
+        for n in out:
+            for i in dict.fromkeys(n.inputs):
+                out[i].append(n)
+        return out
+
+    def bind(self, inputs: Sequence[Any]) -> dict[str, int]:
+        """Values of all symbols for concrete inputs (NumPy arrays).
+
+        Raises ValueError when an input's rank or static dim does not fit its param.
+        """
+        for p, x in zip(self.params, inputs, strict=True):
+            if len(x.shape) != p.rank:
+                raise ValueError(f"{p.origin}: rank {len(x.shape)} given where {p.rank} is expected")
+        env = {name: int(inputs[s.param].shape[s.index]) if s.kind == "dim" else int(inputs[s.param].reshape(-1)[s.index])
+               for name, s in self.symbols.items()}
+        for p, x in zip(self.params, inputs, strict=True):
+            want = tuple(D.evaluate(d, env) for d in p.shape)
+            if tuple(x.shape) != want:
+                raise ValueError(f"{p.origin}: shape {tuple(x.shape)} given where {want} is expected")
+        return env
+
+    def rebuild(self, fn: Callable[[Node, tuple[Node, ...]], Node]) -> Graph:
+        """A new graph, each node replaced by ``fn(node, new_inputs)``."""
+        new: dict[Node, Node] = {}
+        for n in self.nodes():
+            new[n] = fn(n, tuple(new[i] for i in n.inputs))
+        return Graph([new[p] for p in self.params], [new[o] for o in self.outputs], list(self.guards),
+                     dict(self.symbols), self.name)
+
+    def substitute(self, mapping: Mapping[str, Dim]) -> Graph:
+        """The same graph with symbols replaced in every shape, attr and guard."""
+        def attr(v):
+            if isinstance(v, D.Expr):
+                return D.substitute(v, mapping)
+            if isinstance(v, tuple):
+                return tuple(attr(e) for e in v)
+            return v
+
+        def one(n: Node, inputs):
+            return Node(n.op, inputs, {k: attr(v) for k, v in n.attrs.items()},
+                        [D.substitute(d, mapping) for d in n.shape], n.dtype, n.origin)
+
+        g = self.rebuild(one)
+        g.guards = [Guard(x.kind, D.substitute(x.a, mapping), D.substitute(x.b, mapping), x.reason) for x in g.guards]
+        return g
+
+
+def topological(roots: Iterable[Node]) -> list[Node]:
+    """Operands first; iterative, so deep graphs do not hit the recursion limit."""
+    order: list[Node] = []
+    state: dict[Node, bool] = {}
+    for root in roots:
+        stack = [(root, False)]
+        while stack:
+            n, expanded = stack.pop()
+            if expanded:
+                order.append(n)
+                state[n] = True
+            elif n not in state:
+                state[n] = False
+                stack.append((n, True))
+                stack.extend((i, False) for i in reversed(n.inputs) if i not in state)
+    return order

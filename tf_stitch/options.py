@@ -1,0 +1,36 @@
+"""Options of a rewrite: one immutable object that every stage reads."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import OptionError
+
+HOST_LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a rewrite may do.
+
+    Attributes:
+      target: "auto", "host", or "cuda:sm_NN".  "auto" is the GPU when TensorFlow sees one, else "host".
+      levels: x86-64 levels that host code is built for; () means just what this machine has.
+      min_ops: a cluster with fewer compute ops than this stays TensorFlow's.
+      keep: names of nodes that must still be there after the rewrite (fetched nodes).
+      skip_ops: TensorFlow op types that are never stitched.
+      shared_bytes: on-chip bytes that one block of a kernel may use (0: the target's own default).
+    """
+
+    target: str = "auto"
+    levels: tuple[str, ...] = HOST_LEVELS
+    min_ops: int = 2
+    keep: tuple[str, ...] = ()
+    skip_ops: tuple[str, ...] = ()
+    shared_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = set(self.levels) - set(HOST_LEVELS)
+        if unknown:
+            raise OptionError(f"Option 'levels' has unknown entries {sorted(unknown)}; use {', '.join(HOST_LEVELS)}.")
+        if not (self.target in ("auto", "host") or self.target.startswith("cuda:sm_")):
+            raise OptionError(f"Target '{self.target}' is not known; use 'auto', 'host' or 'cuda:sm_90'.")

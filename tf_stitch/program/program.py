@@ -1,0 +1,68 @@
+"""A program: everything that the StitchedProgram op needs to run a cluster, as plain data.
+
+Built by :mod:`tf_stitch.compiler`, written by :mod:`tf_stitch.program.serialize`, read by
+``custom_ops/program.cc``.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..ir.dims import Dim
+from ..ir.graph import Guard, SymbolSource
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor of the program.  ``kind``: "input", "output" or "temp"; ``index``: position among its kind."""
+
+    kind: str
+    index: int
+    dtype: str
+    shape: tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """A launch of a generated kernel.  ``buffers`` index Program.buffers; see codegen.kernel.Kernel."""
+
+    kernel: str
+    buffers: tuple[int, ...]
+    dims: tuple[Dim, ...]
+    blocks: Dim
+    shared_bytes: Dim
+    cost: Dim
+    threads: int = 256
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class AliasStep:
+    """Output ``output`` is buffer ``source`` under another shape: no work, the memory is shared."""
+
+    source: int
+    output: int
+    origin: str = ""
+
+
+Step = KernelStep | AliasStep
+
+
+@dataclass
+class Program:
+    """Steps in order, over buffers, with the symbols and guards they rely on.
+
+    ``code`` maps a target ("x86-64-v3", "sm_90", ...) to machine code that holds every kernel;
+    ``text`` is the source of all kernels (kept for aarch64, other chips and for reading).
+    """
+
+    buffers: list[Buffer]
+    steps: list[Step]
+    symbols: dict[str, SymbolSource]
+    guards: list[Guard]
+    text: str = ""
+    code: dict[str, bytes] = field(default_factory=dict)
+    name: str = ""
+
+    def of_kind(self, kind: str) -> list[Buffer]:
+        """The buffers of one kind, by index."""
+        return sorted((b for b in self.buffers if b.kind == kind), key=lambda b: b.index)
