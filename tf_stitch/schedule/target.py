@@ -1,0 +1,51 @@
+"""What a schedule must know of the machine that a kernel is for."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..options import Options
+
+
+@dataclass(frozen=True)
+class Target:
+    """The limits and habits of one kind of device.
+
+    Attributes:
+      name: "host" or "cuda"; picks the header that gives the kernel text its meaning.
+      shared_bytes: on-chip bytes that one block may use.
+      vector_bytes: bytes of the widest vector register (host) or of one thread's access (cuda).
+      threads: threads per block (1 on the host: a block is one task).
+      lanes: threads of a block that reduce together with shuffles (the warp).
+      min_blocks: blocks that keep the device busy; a schedule with fewer splits further when it can.
+      block_work: elements of work that one block should have when there are many blocks.
+      cores: cores or multiprocessors that the cost model counts on.
+    """
+
+    name: str
+    shared_bytes: int
+    vector_bytes: int
+    threads: int
+    lanes: int
+    min_blocks: int
+    block_work: int
+    cores: int
+
+    @property
+    def is_host(self) -> bool:
+        return self.name == "host"
+
+    def with_shared(self, shared_bytes: int) -> Target:
+        """The same target with another on-chip budget."""
+        return replace(self, shared_bytes=shared_bytes)
+
+
+HOST = Target("host", shared_bytes=256 * 1024, vector_bytes=64, threads=1, lanes=1, min_blocks=32,
+              block_work=8192, cores=16)
+CUDA = Target("cuda", shared_bytes=20 * 1024, vector_bytes=16, threads=256, lanes=32, min_blocks=264,
+              block_work=4096, cores=132)
+
+
+def of_options(options: Options) -> Target:
+    """The target that options name ("auto" is the host here; the ways in resolve it before)."""
+    target = CUDA if options.target.startswith("cuda") else HOST
+    return target.with_shared(options.shared_bytes) if options.shared_bytes else target
