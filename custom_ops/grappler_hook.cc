@@ -1,0 +1,84 @@
+// The Grappler hook: a custom graph optimizer named "tf_stitch" that hands each graph to Python.
+//
+// Python registers one callback (tf_stitch_set_rewriter).  The callback gets the serialized GraphDef, the
+// names that must survive and the item's id, and answers through tf_stitch_reply.  No answer, or no
+// callback, leaves the graph as it was: the optimizer never fails.
+
+#include <atomic>
+#include <cstddef>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "tensorflow/core/framework/graph.pb.h"
+#include "tensorflow/core/grappler/costs/graph_properties.h"
+#include "tensorflow/core/grappler/grappler_item.h"
+#include "tensorflow/core/grappler/optimizers/custom_graph_optimizer.h"
+#include "tensorflow/core/grappler/optimizers/custom_graph_optimizer_registry.h"
+
+namespace {
+
+// graph, keep (names, each ended by '\n'), item id, and the place for the answer.
+using Rewriter = void (*)(const char* graph, size_t graph_size, const char* keep, size_t keep_size,
+                          const char* id, void* answer);
+
+std::atomic<Rewriter> g_rewriter{nullptr};
+
+struct Answer {
+  bool given = false;
+  std::string graph;
+};
+
+}  // namespace
+
+extern "C" {
+
+__attribute__((visibility("default"))) void tf_stitch_set_rewriter(Rewriter rewriter) { g_rewriter.store(rewriter); }
+
+__attribute__((visibility("default"))) void tf_stitch_reply(void* answer, const char* graph, size_t size) {
+  auto* a = static_cast<Answer*>(answer);
+  a->graph.assign(graph, size);
+  a->given = true;
+}
+}
+
+namespace tensorflow {
+namespace grappler {
+namespace {
+
+// The graph with `_output_shapes` on every node whose shapes Grappler can infer.
+GraphDef Annotated(const GrapplerItem& item) {
+  GraphDef graph = item.graph;
+  GraphProperties properties(item);
+  if (!properties.InferStatically(/*assume_valid_feeds=*/false).ok()) return graph;
+  GraphDef annotated = graph;
+  return properties.AnnotateOutputShapes(&annotated).ok() ? annotated : graph;
+}
+
+class StitchOptimizer : public CustomGraphOptimizer {
+ public:
+  absl::Status Init(const RewriterConfig_CustomGraphOptimizer*) override { return absl::OkStatus(); }
+  std::string name() const override { return "tf_stitch"; }
+  bool UsesFunctionLibrary() const override { return true; }
+
+  absl::Status Optimize(Cluster*, const GrapplerItem& item, GraphDef* optimized) override {
+    *optimized = item.graph;
+    Rewriter rewriter = g_rewriter.load();
+    if (rewriter == nullptr) return absl::OkStatus();
+    std::string keep;
+    for (const std::string& name : item.NodesToPreserve()) keep += name + "\n";
+    const std::string graph = Annotated(item).SerializeAsString();
+    Answer answer;
+    rewriter(graph.data(), graph.size(), keep.data(), keep.size(), item.id.c_str(), &answer);
+    GraphDef result;
+    if (answer.given && result.ParseFromString(answer.graph)) optimized->Swap(&result);
+    return absl::OkStatus();
+  }
+};
+
+REGISTER_GRAPH_OPTIMIZER_AS(StitchOptimizer, "tf_stitch");
+
+}  // namespace
+}  // namespace grappler
+}  // namespace tensorflow
