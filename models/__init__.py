@@ -1,0 +1,1 @@
+"""Workloads, acceptance models, benchmark and demo of tf_stitch (not part of the installed package)."""
