@@ -1,0 +1,203 @@
+// The elementwise functions that generated kernels call (the "c" column of ir/ops.py), for host and CUDA.
+//
+// Operands are of one compute type: float, double, an integer type or bool.  C++ promotes small integers in
+// expressions, so operands that are not plain variables of that type need a cast first (ts_i8(a + b)).
+#ifndef TS_MATH_H_
+#define TS_MATH_H_
+
+#include "ts_types.h"
+
+#if defined(__CUDACC__)
+#define TS_LIBM_(name) ::name
+#else
+#define TS_LIBM_(name) __builtin_##name
+#endif
+
+template <class T> constexpr bool ts_is_signed = !ts_is_same<T, bool>::value && T(-1) < T(0);
+template <class T> struct ts_unsigned { typedef T type; };
+template <> struct ts_unsigned<ts_i8> { typedef ts_u8 type; };
+template <> struct ts_unsigned<ts_i16> { typedef ts_u16 type; };
+template <> struct ts_unsigned<ts_i32> { typedef ts_u32 type; };
+template <> struct ts_unsigned<ts_i64> { typedef ts_u64 type; };
+
+// --- classification ----------------------------------------------------------------------------------
+
+TS_FN float ts_nan(float) { return ts_float_of(0x7fc00000u); }
+TS_FN double ts_nan(double) { return ts_double_of(0x7ff8000000000000ull); }
+TS_FN float ts_inf(float) { return ts_float_of(0x7f800000u); }
+TS_FN double ts_inf(double) { return ts_double_of(0x7ff0000000000000ull); }
+
+template <class T> TS_FN bool ts_is_nan(T x) { return x != x; }
+template <class T> TS_FN bool ts_is_inf(T x) { return (x < 0 ? -x : x) == ts_inf(x); }
+template <class T> TS_FN bool ts_is_finite(T x) { return (x < 0 ? -x : x) < ts_inf(x); }
+
+// --- exact functions ---------------------------------------------------------------------------------
+
+TS_FN float ts_abs(float x) { return ts_float_of(ts_bits(x) & 0x7fffffffu); }
+TS_FN double ts_abs(double x) { return ts_double_of(ts_bits(x) & 0x7fffffffffffffffull); }
+// |INT_MIN| wraps to INT_MIN, as in TensorFlow.
+template <class T>
+TS_FN T ts_abs(T x) {
+  typedef typename ts_unsigned<T>::type U;
+  return x < T(0) ? (T)(U)(0u - (U)x) : x;
+}
+
+// NaN gives NaN, +-0 gives 0.
+template <class T>
+TS_FN T ts_sign(T x) {
+  T s = (T)((T)(x > T(0)) - (T)(x < T(0)));
+  if constexpr (ts_is_real<T>) return x != x ? x : s;
+  else return s;
+}
+
+#define TS_UNARY_LIBM_(ts_name, name)                       \
+  TS_FN float ts_name(float x) { return TS_LIBM_(name##f)(x); } \
+  TS_FN double ts_name(double x) { return TS_LIBM_(name)(x); }
+#define TS_BINARY_LIBM_(ts_name, name)                                        \
+  TS_FN float ts_name(float x, float y) { return TS_LIBM_(name##f)(x, y); }       \
+  TS_FN double ts_name(double x, double y) { return TS_LIBM_(name)(x, y); }
+
+TS_UNARY_LIBM_(ts_floor, floor)
+TS_UNARY_LIBM_(ts_ceil, ceil)
+TS_UNARY_LIBM_(ts_rint, rint)
+TS_UNARY_LIBM_(ts_sqrt, sqrt)
+
+TS_FN float ts_rsqrt(float x) { return 1.0f / ts_sqrt(x); }
+TS_FN double ts_rsqrt(double x) { return 1.0 / ts_sqrt(x); }
+
+// NaN in either operand gives NaN.  On bool: or, and.
+template <class T>
+TS_FN T ts_max(T a, T b) {
+  T m = a > b ? a : b;  // b when either is NaN
+  if constexpr (ts_is_real<T>) return a != a ? a : m;
+  else return m;
+}
+template <class T>
+TS_FN T ts_min(T a, T b) {
+  T m = a < b ? a : b;
+  if constexpr (ts_is_real<T>) return a != a ? a : m;
+  else return m;
+}
+
+// 0 where the divisor is 0, even for NaN / 0.
+template <class T>
+TS_FN T ts_div_no_nan(T a, T b) { return b == T(0) ? T(0) : a / b; }
+
+TS_BINARY_LIBM_(ts_fmod, fmod)
+TS_BINARY_LIBM_(ts_nextafter, nextafter)
+
+// --- integers ----------------------------------------------------------------------------------------
+
+// Truncating division.  A zero divisor sets *status and gives 0; the smallest integer by -1 wraps.
+template <class T>
+TS_FN T ts_int_div(T a, T b, ts_i32* status) {
+  if (b == T(0)) {
+    *status = 1;
+    return T(0);
+  }
+  if constexpr (ts_is_signed<T>) {
+    if (b == T(-1)) return (T)(0 - (typename ts_unsigned<T>::type)a);
+  }
+  return (T)(a / b);
+}
+
+// Remainder with the sign of the dividend.  A zero divisor sets *status and gives 0.
+template <class T>
+TS_FN T ts_int_mod(T a, T b, ts_i32* status) {
+  if (b == T(0)) {
+    *status = 1;
+    return T(0);
+  }
+  if constexpr (ts_is_signed<T>) {
+    if (b == T(-1)) return T(0);
+  }
+  return (T)(a % b);
+}
+
+template <class T>
+TS_FN T ts_bit_not(T x) {
+  if constexpr (ts_is_same<T, bool>::value) return !x;
+  else return (T)~x;
+}
+template <class T> TS_FN T ts_bit_and(T a, T b) { return (T)(a & b); }
+template <class T> TS_FN T ts_bit_or(T a, T b) { return (T)(a | b); }
+template <class T> TS_FN T ts_bit_xor(T a, T b) { return (T)(a ^ b); }
+
+// Number of one bits (TensorFlow's PopulationCount gives uint8).
+template <class T>
+TS_FN ts_u8 ts_popcount(T x) {
+  ts_u64 v = (typename ts_unsigned<T>::type)x;
+  v = v - ((v >> 1) & 0x5555555555555555ull);
+  v = (v & 0x3333333333333333ull) + ((v >> 2) & 0x3333333333333333ull);
+  v = (v + (v >> 4)) & 0x0f0f0f0f0f0f0f0full;
+  v = v + (v >> 8);
+  v = v + (v >> 16);
+  v = v + (v >> 32);
+  return (ts_u8)(v & 0x7f);
+}
+
+// TensorFlow clamps the shift count to [0, bits - 1].
+template <class T>
+TS_FN T ts_shift_count_(T n) {
+  constexpr T top = (T)(sizeof(T) * 8 - 1);
+  T m = n > top ? top : n;
+  return m < T(0) ? T(0) : m;
+}
+template <class T>
+TS_FN T ts_shift_left(T a, T n) {
+  typedef typename ts_unsigned<T>::type U;
+  return (T)(U)((U)a << (U)ts_shift_count_(n));
+}
+// Arithmetic for signed types.
+template <class T>
+TS_FN T ts_shift_right(T a, T n) { return (T)(a >> ts_shift_count_(n)); }
+
+// --- exponentials and the like -----------------------------------------------------------------------
+
+TS_UNARY_LIBM_(ts_exp, exp)
+TS_UNARY_LIBM_(ts_expm1, expm1)
+TS_UNARY_LIBM_(ts_log, log)
+TS_UNARY_LIBM_(ts_log1p, log1p)
+TS_UNARY_LIBM_(ts_sin, sin)
+TS_UNARY_LIBM_(ts_cos, cos)
+TS_UNARY_LIBM_(ts_tan, tan)
+TS_UNARY_LIBM_(ts_asin, asin)
+TS_UNARY_LIBM_(ts_acos, acos)
+TS_UNARY_LIBM_(ts_atan, atan)
+TS_UNARY_LIBM_(ts_sinh, sinh)
+TS_UNARY_LIBM_(ts_cosh, cosh)
+TS_UNARY_LIBM_(ts_tanh, tanh)
+TS_UNARY_LIBM_(ts_asinh, asinh)
+TS_UNARY_LIBM_(ts_acosh, acosh)
+TS_UNARY_LIBM_(ts_atanh, atanh)
+TS_UNARY_LIBM_(ts_erf, erf)
+TS_UNARY_LIBM_(ts_erfc, erfc)
+TS_BINARY_LIBM_(ts_atan2, atan2)
+
+TS_FN float ts_sigmoid(float x) { return (float)(1.0 / (1.0 + ts_exp(-(double)x))); }
+TS_FN double ts_sigmoid(double x) { return 1.0 / (1.0 + ts_exp(-x)); }
+TS_FN double ts_softplus(double x) { return (x > 0 ? x : 0.0) + ts_log1p(ts_exp(-ts_abs(x))) + (x != x ? x : 0.0); }
+TS_FN float ts_softplus(float x) {
+  double d = x;
+  return (float)((x > 0 ? d : 0.0) + ts_log1p(ts_exp(-ts_abs(d))) + (x != x ? d : 0.0));
+}
+
+TS_BINARY_LIBM_(ts_pow, pow)
+// Integer power, wrapping.  TensorFlow raises an error for a negative exponent; there is no status here, so
+// the importer must leave such a Pow to TensorFlow (a negative exponent gives the truncated real result:
+// 1 / a^|n|, and 0 for a == 0).
+template <class T>
+TS_FN T ts_pow(T a, T n) {
+  typedef typename ts_unsigned<T>::type U;
+  if (n < T(0)) return a == T(1) ? T(1) : a == T(-1) ? ((n & 1) ? T(-1) : T(1)) : T(0);
+  ts_u64 result = 1, base = (U)a;
+  for (U left = (U)n; left != 0; left = (U)(left >> 1)) {
+    result = (left & 1) ? result * base : result;
+    base *= base;
+  }
+  return (T)(U)result;
+}
+
+#include "ts_special.h"
+
+#endif  // TS_MATH_H_
