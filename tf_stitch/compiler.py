@@ -1,0 +1,122 @@
+"""From an IR graph to a program: plan, schedule, emit and compile, in this order.
+
+    ir.Graph -> fusion.plan -> schedule.build -> codegen.emit -> Program text -> backend.host -> machine code
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from . import codegen
+from .codegen.kernel import Kernel
+from .fusion.planner import plan_scheduled, view_source
+from .ir.dims import Dim
+from .ir.graph import Graph, Node
+from .options import Options
+from .program.program import AliasStep, Buffer, KernelStep, Program, Step
+from .schedule.target import Target, of_options
+
+Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what was just done)
+
+
+def compile_graph(graph: Graph, options: Options, target: Target | None = None,
+                  progress: Progress | None = None) -> Program:
+    """The program of a graph, with machine code for every level that ``options`` names.
+
+    Raises Unschedulable when a node has no schedule and CompileError when the compiler is missing or fails.
+    """
+    return compile_many([graph], options, target, progress)[0]
+
+
+def compile_many(graphs: Sequence[Graph], options: Options, target: Target | None = None,
+                 progress: Progress | None = None, workers: int = 0) -> list[Program]:
+    """Programs of several graphs; the compilers run side by side, and equal texts are compiled once.
+
+    ``workers`` is how many compilers run at a time (0: one per core).  Errors as compile_graph's.
+    """
+    tell = progress or (lambda done, total, what: None)
+    programs = []
+    for i, g in enumerate(graphs):
+        programs.append(build_program(g, target or of_options(options)))
+        tell(i + 1, len(graphs), f"planned {g.name or i}")
+    code = compile_texts([p.text for p in programs], options, tell, workers)
+    return [replace(p, code=code[p.text]) for p in programs]
+
+
+def compile_texts(texts: Sequence[str], options: Options, tell: Progress, workers: int = 0) -> dict[str, dict[str, bytes]]:
+    """Machine code by text and level.  Each compiler is a process, so threads are enough to run many."""
+    from .backend import host  # noqa: PLC0415 - a program's text can be had without a compiler
+
+    levels = options.levels or host.native_levels()
+    jobs = [(t, level) for t in dict.fromkeys(texts) if t for level in levels]
+    out: dict[str, dict[str, bytes]] = {t: {} for t in texts}
+    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+        for i, ((text, level), code) in enumerate(zip(jobs, pool.map(
+                lambda job: host.compile_text(job[0], (job[1],)), jobs), strict=True)):
+            out[text].update(code)
+            tell(i + 1, len(jobs), f"compiled for {level}")
+    return out
+
+
+def build_program(graph: Graph, target: Target) -> Program:
+    """A program without machine code: its text is what both targets' compilers read."""
+    return _Assembler(graph).program(make_kernels(graph, target))
+
+
+def make_kernels(graph: Graph, target: Target) -> list[Kernel]:
+    """The kernels of a graph, in the order they run."""
+    return [codegen.emit(p.scheduled) for p in plan_scheduled(graph, target)]
+
+
+class _Assembler:
+    """Lays kernels over buffers: which tensor is an input, an output or a temporary of the program."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.buffers: list[Buffer] = []
+        self.steps: list[Step] = []
+        self.place: dict[Node, int] = {}  # where a value lies; views are looked through
+        self.temps = 0
+        for i, p in enumerate(graph.params):
+            self.place[p] = self._buffer("input", i, p.dtype, p.shape)
+        self.outputs = [self._buffer("output", i, o.dtype, o.shape) for i, o in enumerate(graph.outputs)]
+        for buffer, o in zip(self.outputs, graph.outputs, strict=True):
+            self.place.setdefault(view_source(o), buffer)  # a reshaped result is written where it is wanted
+
+    def _buffer(self, kind: str, index: int, dtype: str, shape: Sequence[Dim]) -> int:
+        self.buffers.append(Buffer(kind, index, dtype, tuple(shape)))
+        return len(self.buffers) - 1
+
+    def _temp(self, dtype: str, shape: Sequence[Dim]) -> int:
+        self.temps += 1
+        return self._buffer("temp", self.temps - 1, dtype, shape)
+
+    def place_of(self, node: Node) -> int:
+        """The buffer of a value, made when it is a value between kernels."""
+        source = view_source(node)
+        if source not in self.place:
+            self.place[source] = self._temp(source.dtype, source.shape)
+        return self.place[source]
+
+    def add_kernel(self, kernel: Kernel) -> None:
+        args = [self.place_of(n) for n in kernel.args] + [self._temp(t, (count,)) for t, count in kernel.temps]
+        origin = kernel.args[-1].origin if kernel.args else ""
+        self.steps.append(KernelStep(kernel.name, tuple(args), kernel.dims, kernel.blocks, kernel.shared_bytes,
+                                     kernel.cost, kernel.threads, origin))
+
+    def add_aliases(self) -> None:
+        """Outputs that are an input, another output, or either under another shape."""
+        for buffer, o in zip(self.outputs, self.graph.outputs, strict=True):
+            source = self.place[view_source(o)]
+            if source != buffer:
+                self.steps.append(AliasStep(source, buffer, o.origin))
+
+    def program(self, kernels: Sequence[Kernel]) -> Program:
+        for k in kernels:
+            self.add_kernel(k)
+        self.add_aliases()
+        unique = {k.name: k.text for k in kernels}
+        return Program(self.buffers, self.steps, dict(self.graph.symbols), list(self.graph.guards),
+                       "\n".join(unique.values()), name=self.graph.name)

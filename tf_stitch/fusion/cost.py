@@ -1,0 +1,124 @@
+"""What a kernel costs: an analytic estimate that decides whether merging two groups pays.
+
+A kernel's time is a launch plus the larger of its memory time and its compute time, each spread over as
+many cores as the kernel has blocks for.  Unknown dims are given nominal sizes (a small and a large one), and
+several core counts are tried, so that a merge must pay on the machines and shapes a rewrite will meet, not
+on one of them.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..ir import dims as D
+from ..ir.dims import Dim
+from ..ir.dtypes import DTYPES
+from ..ir.graph import Node
+from ..ir.ops import CHEAP, EXPENSIVE, OPS
+from .group import Group
+
+NOMINAL_DIMS = (4, 256)  # sizes that stand for an unknown dim
+NOMINAL_CORES = {"host": (2, 8, 64), "cuda": (132,)}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one core and of the memory that all cores share (times in ns, sizes in bytes)."""
+
+    launch: float  # a kernel step, parallel dispatch included
+    core_bandwidth: float  # bytes per ns that one core streams from memory
+    total_bandwidth: float  # bytes per ns that all cores stream together
+    cache_bandwidth: float  # bytes per ns and core for what the previous kernel left in the cache
+    cache_bytes: float  # a tensor up to this size passes between kernels through the cache
+    op_time: Mapping[int, float]  # cost class -> ns per element and core
+
+
+MACHINES = {
+    "host": Machine(launch=3000, core_bandwidth=10, total_bandwidth=80, cache_bandwidth=30,
+                    cache_bytes=1 << 20, op_time={0: 0.02, CHEAP: 0.08, EXPENSIVE: 0.8}),
+    "cuda": Machine(launch=2500, core_bandwidth=35, total_bandwidth=4000, cache_bandwidth=60,
+                    cache_bytes=20 << 20, op_time={0: 0.005, CHEAP: 0.01, EXPENSIVE: 0.08}),
+}
+
+
+def environments(dims: Iterable[Dim]) -> list[dict[str, int]]:
+    """Nominal values for every symbol of ``dims``; one environment when nothing is unknown."""
+    symbols = sorted({s for d in dims for s in D.symbols(d)}, key=lambda s: s.name)
+    if not symbols:
+        return [{}]
+    return [{s.name: max(s.lo or 0, min(size, s.hi) if isinstance(s.hi, int) else size) for s in symbols}
+            for size in NOMINAL_DIMS]
+
+
+def value_of(d: Dim, env: Mapping[str, int]) -> int:
+    """``d`` in ``env``, unknown symbols taken as the larger nominal size; never negative."""
+    if isinstance(d, int):
+        return d
+    full = {s.name: env.get(s.name, NOMINAL_DIMS[-1]) for s in D.symbols(d)}
+    return max(0, D.evaluate(d, full))
+
+
+def nbytes(node: Node, env: Mapping[str, int]) -> int:
+    """Bytes of a node's value."""
+    return value_of(node.size, env) * DTYPES[node.dtype].size
+
+
+def element_work(node: Node, env: Mapping[str, int]) -> tuple[int, int]:
+    """(number of element evaluations, cost class) of computing a node once."""
+    if node.op in ("reduce", "arg_reduce", "scan"):
+        return value_of(node.inputs[0].size, env), CHEAP
+    if node.op == "dot":
+        left, _ = node.attrs["contract"]
+        return value_of(node.size, env) * value_of(D.product(node.inputs[0].shape[a] for a in left), env), CHEAP
+    if node.op == "conv":
+        taps = D.product(node.inputs[1].shape[:-1])
+        return value_of(node.size, env) * value_of(taps, env), CHEAP
+    if node.op == "window":
+        return value_of(node.size, env) * value_of(D.product(node.attrs["size"]), env), CHEAP
+    return value_of(node.size, env), OPS[node.op].cost
+
+
+def compute_ns(node: Node, machine: Machine, env: Mapping[str, int]) -> float:
+    """Time to compute a node once on one core."""
+    count, cost = element_work(node, env)
+    return count * machine.op_time.get(cost, machine.op_time[CHEAP])
+
+
+class CostModel:
+    """Estimates for one target.
+
+    ``scheduled`` objects need only an attribute ``blocks`` (a Dim); ``recompute`` (a mapping from node to how
+    often its elements are evaluated) is used when a schedule has it.
+    """
+
+    def __init__(self, target_name: str):
+        self.machine = MACHINES[target_name]
+        self.cores = NOMINAL_CORES[target_name]
+
+    def group_ns(self, group: Group, scheduled: Any, envs: list[dict[str, int]]) -> float:
+        """Estimated time of a group's kernel, summed over nominal sizes and core counts."""
+        return sum(self._one(group, scheduled, env, cores) for env in envs for cores in self.cores)
+
+    def _one(self, group: Group, scheduled: Any, env: dict[str, int], cores: int) -> float:
+        m = self.machine
+        busy = max(1, min(cores, value_of(scheduled.blocks, env)))
+        compute = sum(compute_ns(n, m, env) for n in group.nodes) / busy
+        memory = sum(self._traffic_ns(n, env, busy) for n in (*group.inputs, *group.outputs))
+        return m.launch + max(compute, memory) + 0.25 * min(compute, memory)
+
+    def _traffic_ns(self, node: Node, env: dict[str, int], busy: int) -> float:
+        m = self.machine
+        size = nbytes(node, env)
+        if size <= m.cache_bytes:
+            return size / (m.cache_bandwidth * busy)
+        return size / min(m.core_bandwidth * busy, m.total_bandwidth)
+
+    def copy_ns(self, nodes: Iterable[Node], envs: list[dict[str, int]]) -> float:
+        """Time to compute ``nodes`` once more, on one core, in the units of group_ns."""
+        nodes = tuple(nodes)
+        return len(self.cores) * sum(compute_ns(n, self.machine, env) for n in nodes for env in envs)
+
+    def launches_ns(self, envs: list[dict[str, int]]) -> float:
+        """The time of one launch, in the units of group_ns."""
+        return self.machine.launch * len(self.cores) * len(envs)

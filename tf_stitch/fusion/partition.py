@@ -1,0 +1,178 @@
+"""The state of planning: a partition of a graph's compute nodes into units, contracted step by step.
+
+*Floating* nodes (literals, iota, broadcasts and other values that cost nothing to compute again) belong to
+no unit: every group that reads one computes its own copy, so they never cross a kernel boundary.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..ir.graph import Graph, Node
+from .group import Group
+
+ALWAYS_FLOATING = frozenset({"const", "iota", "shape_value", "broadcast", "reshape"})
+
+
+class Unit:
+    """A set of nodes that will be one kernel.  Compared by identity."""
+
+    __slots__ = ("nodes", "id")
+    _next_id = 0
+
+    def __init__(self, nodes: Iterable[Node]):
+        self.nodes = frozenset(nodes)
+        self.id = Unit._next_id
+        Unit._next_id += 1
+
+
+class Partition:
+    """Units over a graph and the data flow between them.
+
+    Attributes:
+      order: every node of the graph, operands first; ``rank_of`` gives positions in it.
+      floating: nodes that each reader computes for itself.
+      required: nodes whose value must be in memory (outputs that are not views of something else).
+    """
+
+    def __init__(self, graph: Graph, required: Iterable[Node], floating: Iterable[Node]):
+        self.order = graph.nodes()
+        self.rank_of = {n: i for i, n in enumerate(self.order)}
+        self.required = frozenset(required)
+        self.floating = set(floating)
+        self.owner: dict[Node, Unit] = {}
+        self.units: set[Unit] = set()
+        for n in self.needed():
+            self._own(Unit([n]))
+        self._connect()
+
+    def _connect(self) -> None:
+        """Data flow between units, floating nodes looked through."""
+        self._sources: dict[Node, tuple[Node, ...]] = {}
+        self.users: dict[Node, set[Node]] = {n: set() for n in self.owner}
+        for n in self.owner:
+            for s in self.sources(n):
+                if s in self.users:
+                    self.users[s].add(n)
+
+    def needed(self) -> list[Node]:
+        """Nodes that some required value depends on and that get a unit, in order."""
+        seen: set[Node] = set()
+        stack = list(self.required)
+        while stack:
+            n = stack.pop()
+            if n not in seen:
+                seen.add(n)
+                stack.extend(n.inputs)
+        return [n for n in self.order if n in seen and n.op != "param"
+                and (n not in self.floating or n in self.required)]
+
+    def _own(self, unit: Unit) -> None:
+        self.units.add(unit)
+        for n in unit.nodes:
+            self.owner[n] = unit
+
+    def sources(self, node: Node) -> tuple[Node, ...]:
+        """The nodes that ``node`` reads once floating operands are looked through; cached."""
+        found = self._sources.get(node)
+        if found is None:
+            out: dict[Node, None] = {}
+            stack = list(reversed(node.inputs))
+            seen: set[Node] = set()
+            while stack:
+                i = stack.pop()
+                if i in seen:
+                    continue
+                seen.add(i)
+                if i in self.floating:
+                    stack.extend(reversed(i.inputs))
+                else:
+                    out[i] = None
+            found = self._sources[node] = tuple(out)
+        return found
+
+    def producers(self, unit: Unit) -> set[Unit]:
+        """Units whose values ``unit`` reads."""
+        return {self.owner[s] for n in unit.nodes for s in self.sources(n) if s in self.owner} - {unit}
+
+    def consumers(self, unit: Unit) -> set[Unit]:
+        """Units that read a value of ``unit``."""
+        return {self.owner[u] for n in unit.nodes for u in self.users[n]} - {unit}
+
+    def makes_cycle(self, merged: frozenset[Unit]) -> bool:
+        """True when contracting ``merged`` would close a cycle: a path leaves the set and comes back."""
+        stack = [c for u in merged for c in self.consumers(u) if c not in merged]
+        seen = set(stack)
+        while stack:
+            for c in self.consumers(stack.pop()):
+                if c in merged:
+                    return True
+                if c not in seen:
+                    seen.add(c)
+                    stack.append(c)
+        return False
+
+    def contract(self, merged: Iterable[Unit]) -> Unit:
+        """Replaces units by their union."""
+        merged = list(merged)
+        unit = Unit(n for u in merged for n in u.nodes)
+        self.units.difference_update(merged)
+        self._own(unit)
+        return unit
+
+    def replace(self, old: Unit, parts: Iterable[Iterable[Node]]) -> list[Unit]:
+        """Replaces a unit by units over ``parts`` of its nodes."""
+        self.units.discard(old)
+        fresh = [Unit(p) for p in parts]
+        for u in fresh:
+            self._own(u)
+        return fresh
+
+    def let_float(self, unit: Unit) -> None:
+        """Dissolves a unit: from now on every reader computes its nodes for itself."""
+        self.units.discard(unit)
+        self.floating.update(unit.nodes)
+        for n in unit.nodes:
+            del self.owner[n]
+        self._connect()
+
+    def written(self, nodes: frozenset[Node]) -> list[Node]:
+        """Members of a would-be unit that something outside of it reads, in order."""
+        out = [n for n in nodes if n in self.required or not self.users[n] <= nodes]
+        return sorted(out, key=self.rank_of.__getitem__)
+
+    def group(self, nodes: frozenset[Node], copied: frozenset[Node] = frozenset()) -> Group:
+        """The kernel that computes ``nodes``, with its own copies of floating operands and of ``copied``."""
+        members: set[Node] = set(nodes)
+        reads: set[Node] = set()
+        stack = list(nodes)
+        while stack:
+            for i in stack.pop().inputs:
+                if i in members:
+                    continue
+                if i in self.floating or i in copied:
+                    members.add(i)
+                    stack.append(i)
+                else:
+                    reads.add(i)
+        rank = self.rank_of.__getitem__
+        return Group(tuple(sorted(members, key=rank)), tuple(sorted(reads - members, key=rank)),
+                     tuple(self.written(nodes)))
+
+    def in_order(self) -> list[Unit]:
+        """Units in topological order, producers first, ties by position in the graph."""
+        first = {u: min(self.rank_of[n] for n in u.nodes) for u in self.units}
+        order: list[Unit] = []
+        done: dict[Unit, bool] = {}
+        for root in sorted(self.units, key=first.__getitem__):
+            stack = [(root, False)]
+            while stack:
+                u, expanded = stack.pop()
+                if expanded:
+                    order.append(u)
+                    done[u] = True
+                elif u not in done:
+                    done[u] = False
+                    stack.append((u, True))
+                    stack.extend((p, False) for p in sorted(self.producers(u), key=first.__getitem__, reverse=True)
+                                 if p not in done)
+        return order

@@ -1,0 +1,272 @@
+"""Work/span fusion: which IR nodes become one kernel (FusionStitching, arXiv 1811.05213, section 4).
+
+No step knows a pattern; a merge happens when it closes no cycle, when ``schedule.build`` finds a consistent
+schedule for the union, and when the cost model expects it to pay.  In order:
+
+1. every compute node is a unit; single-user elementwise chains are joined at once (always legal);
+2. each connected region is tried as a whole; where that has no schedule or does not pay, groups grow along
+   producers, layer by layer of the span, the longest path first;
+3. small producers with several reader groups are computed again by each reader instead of being written;
+4. independent groups of one layer whose schedules have the same blocks become one multi-output kernel.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import Unschedulable
+from ..ir import dims as D
+from ..ir.graph import Graph, Node
+from ..ir.ops import CHEAP, OPS
+from . import cost
+from .group import Group
+from .partition import ALWAYS_FLOATING, Partition, Unit
+from .span import spans
+
+ALONE = frozenset({"conv", "window"})  # library-sized work: a kernel of its own
+DOT_INLINE_WORK = 64 * 64 * 64  # multiply-adds of one batch entry up to which a dot may join a group
+VIEWS = frozenset({"reshape"})
+INDEXING = frozenset({"slice", "transpose", "reverse", "pad", "concat"})  # cost nothing where they are read
+COPY_NODES = 8  # the longest cheap chain that several groups may each compute for themselves
+
+Build = Callable[[Group, Any], Any]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A candidate kernel with its schedule and estimated time."""
+
+    group: Group
+    scheduled: Any
+    ns: float
+
+
+def plan(graph: Graph, target: Any, build: Build | None = None) -> list[Group]:
+    """Groups of a graph, one kernel each, in an order that can be run.
+
+    ``build`` is ``schedule.build`` unless given.  Raises Unschedulable when a single node has no schedule.
+    """
+    return [p.group for p in plan_scheduled(graph, target, build)]
+
+
+def plan_scheduled(graph: Graph, target: Any, build: Build | None = None) -> list[Planned]:
+    """As :func:`plan`, each group with the schedule that was found for it."""
+    return Planner(graph, target, build or _schedule_build()).run()
+
+
+def _schedule_build() -> Build:
+    from .. import schedule  # noqa: PLC0415 - schedule imports fusion.group
+
+    return schedule.build
+
+
+def view_source(node: Node) -> Node:
+    """The node whose memory ``node`` shares: itself, or what a chain of reshapes views."""
+    while node.op in VIEWS:
+        node = node.inputs[0]
+    return node
+
+
+def must_write(graph: Graph) -> list[Node]:
+    """The values that kernels must write: outputs with views looked through, params left out."""
+    return [n for n in dict.fromkeys(view_source(o) for o in graph.outputs) if n.op != "param"]
+
+
+class Planner:
+    """One planning run over one graph."""
+
+    def __init__(self, graph: Graph, target: Any, build: Build):
+        self.graph, self.target, self.build = graph, target, build
+        nodes = graph.nodes()
+        self.parts = Partition(graph, must_write(graph), (n for n in nodes if n.op in ALWAYS_FLOATING))
+        self.model = cost.CostModel(getattr(target, "name", "host"))
+        self.envs = cost.environments(d for n in nodes for d in n.shape)
+        self.tried: dict[frozenset[Node], Planned | None] = {}
+
+    def run(self) -> list[Planned]:
+        self.join_chains()
+        for region in self.regions():
+            if not self.take_whole(region):
+                self.grow(region)
+        self.split_unschedulable()
+        self.copy_small_producers()
+        self.merge_layers()
+        return [self.planned(u.nodes) for u in self.parts.in_order()]
+
+    # --- candidates ---------------------------------------------------------------------------------
+
+    def candidate(self, nodes: frozenset[Node]) -> Planned | None:
+        """The kernel for ``nodes``, or None when it has no schedule; remembered."""
+        if nodes not in self.tried:
+            self.tried[nodes] = self.attempt(nodes)
+        return self.tried[nodes]
+
+    def attempt(self, nodes: frozenset[Node], copied: frozenset[Node] = frozenset()) -> Planned | None:
+        """Schedules ``nodes``, with own copies of ``copied`` where it reads them."""
+        group = self.parts.group(nodes, copied)
+        try:
+            scheduled = self.build(group, self.target)
+        except Unschedulable:
+            return None
+        return Planned(group, scheduled, self.model.group_ns(group, scheduled, self.envs))
+
+    def planned(self, nodes: frozenset[Node]) -> Planned:
+        found = self.candidate(nodes)
+        if found is None:
+            raise Unschedulable(f"{self._name(nodes)} has no schedule for target '{self.target.name}'; "
+                                "the cluster stays TensorFlow's.")
+        return found
+
+    def _name(self, nodes: frozenset[Node]) -> str:
+        last = max(nodes, key=self.parts.rank_of.__getitem__)
+        return f"{last.op} of '{last.origin}'"
+
+    def pays(self, units: frozenset[Unit]) -> bool:
+        """True when the union of units has a schedule that is no slower than the units one by one."""
+        merged = self.candidate(frozenset().union(*(u.nodes for u in units)))
+        if merged is None:
+            return False
+        apart = [self.candidate(u.nodes) for u in units]
+        return any(a is None for a in apart) or merged.ns <= sum(a.ns for a in apart if a)
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    def join_chains(self) -> None:
+        """Joins an elementwise node to its only user when that is elementwise too: same shape, no cycle."""
+        parts = self.parts
+        for n in reversed(parts.order):
+            if n not in parts.owner or n in parts.required or not OPS[n.op].elementwise:
+                continue
+            users = parts.users[n]
+            if len(users) != 1:
+                continue
+            user = next(iter(users))
+            if OPS[user.op].elementwise and user.shape == n.shape:
+                parts.contract([parts.owner[n], parts.owner[user]])
+
+    def regions(self) -> list[frozenset[Unit]]:
+        """Weakly connected sets of units, cut at work that stays a kernel of its own."""
+        left = {u for u in self.parts.units if not _alone(u)}
+        found = []
+        while left:
+            seed = min(left, key=lambda u: u.id)
+            left.discard(seed)
+            region, stack = {seed}, [seed]
+            while stack:
+                u = stack.pop()
+                for v in (self.parts.producers(u) | self.parts.consumers(u)) & left:
+                    left.discard(v)
+                    region.add(v)
+                    stack.append(v)
+            found.append(frozenset(region))
+        return found
+
+    def take_whole(self, region: frozenset[Unit]) -> bool:
+        """Makes a region one kernel when it is legal and pays."""
+        if len(region) < 2:
+            return True
+        if self.parts.makes_cycle(region) or not self.pays(region):
+            return False
+        self.parts.contract(region)
+        return True
+
+    def grow(self, region: frozenset[Unit]) -> None:
+        """Grows groups from the roots of a region along producers until nothing more can join."""
+        alive = set(region)
+        settled: set[Unit] = set()
+        while True:
+            order = [u for u in self.parts.in_order() if u in alive]
+            layers = spans(order, self.parts.producers).layers()
+            seed = next((u for layer in layers for u in layer if u not in settled), None)
+            if seed is None:
+                return
+            settled.add(self.grow_one(seed, alive))
+
+    def grow_one(self, unit: Unit, alive: set[Unit]) -> Unit:
+        """Takes producers into ``unit``: nearest layer first, in a layer the longest path first."""
+        refused: set[Unit] = set()
+        while True:
+            order = [u for u in self.parts.in_order() if u in alive]
+            s = spans(order, self.parts.producers)
+            ready = [p for p in self.parts.producers(unit) & alive if p not in refused]
+            ready.sort(key=lambda p: (s.span[p], -s.depth[p]))
+            merged = next((m for p in ready if (m := self.try_merge(unit, p, refused))), None)
+            if merged is None:
+                return unit
+            alive.difference_update(self._gone(alive))
+            alive.add(merged)
+            unit = merged
+
+    def _gone(self, alive: set[Unit]) -> set[Unit]:
+        return alive - self.parts.units
+
+    def try_merge(self, unit: Unit, producer: Unit, refused: set[Unit]) -> Unit | None:
+        both = frozenset((unit, producer))
+        if self.parts.makes_cycle(both):
+            return None  # may become possible once what lies between has joined
+        if not self.pays(both):
+            refused.add(producer)
+            return None
+        return self.parts.contract(both)
+
+    def split_unschedulable(self) -> None:
+        """Takes apart a unit that has no schedule (only chains joined without asking can be one)."""
+        for u in list(self.parts.units):
+            if len(u.nodes) > 1 and self.candidate(u.nodes) is None:
+                fresh = self.parts.replace(u, ([n] for n in u.nodes))
+                self.grow(frozenset(fresh))
+
+    def copy_small_producers(self) -> None:
+        """Lets readers compute a cheap producer themselves where that beats writing and reading it."""
+        for u in reversed(self.parts.in_order()):
+            readers = self.parts.consumers(u)
+            if not readers or not self._copyable(u) or any(_alone(r) for r in readers):
+                continue
+            copies = [self.attempt(r.nodes, u.nodes) for r in readers]
+            before = sum(self.planned(v.nodes).ns for v in (u, *readers))
+            if all(c is not None for c in copies) and sum(c.ns for c in copies if c) <= before:
+                self.parts.let_float(u)
+                self.tried.update({r.nodes: c for r, c in zip(readers, copies, strict=True)})
+
+    def _copyable(self, unit: Unit) -> bool:
+        """Nothing in it must be written, and computing it again is cheap or tiny."""
+        if unit.nodes & self.parts.required:
+            return False
+        cheap = len(unit.nodes) <= COPY_NODES and all(n.op in INDEXING or _cheap(n) for n in unit.nodes)
+        return cheap or self.model.copy_ns(unit.nodes, self.envs) < self.model.launches_ns(self.envs)
+
+    def merge_layers(self) -> None:
+        """Merges independent groups of one layer that have the same blocks."""
+        order = self.parts.in_order()
+        for layer in spans(order, self.parts.producers).layers():
+            self._merge_layer([u for u in layer if not _alone(u)])
+
+    def _merge_layer(self, layer: list[Unit]) -> None:
+        by_blocks: dict[Any, list[Unit]] = {}
+        for u in layer:
+            by_blocks.setdefault(self.planned(u.nodes).scheduled.blocks, []).append(u)
+        for same in by_blocks.values():
+            kept = same[0]
+            for u in same[1:]:
+                both = frozenset((kept, u))
+                if not self.parts.makes_cycle(both) and self.pays(both):
+                    kept = self.parts.contract(both)
+
+
+def _alone(unit: Unit) -> bool:
+    """True for a unit that holds library-sized work."""
+    return any(n.op in ALONE or (n.op == "dot" and not _small_dot(n)) for n in unit.nodes)
+
+
+def _cheap(node: Node) -> bool:
+    op = OPS[node.op]
+    return op.elementwise and op.cost <= CHEAP
+
+
+def _small_dot(node: Node) -> bool:
+    """A batched product whose one batch entry is small (and known to be)."""
+    batch = len(node.attrs["batch"][0])
+    contract = D.product(node.inputs[0].shape[a] for a in node.attrs["contract"][0])
+    work = D.product(node.shape[batch:]) * contract
+    return isinstance(work, int) and work <= DOT_INLINE_WORK
