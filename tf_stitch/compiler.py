@@ -45,9 +45,10 @@ def compile_many(graphs: Sequence[Graph], options: Options, target: Target | Non
     return [replace(p, code=code[p.text]) for p in programs]
 
 
-def compile_texts(texts: Sequence[str], options: Options, tell: Progress, workers: int = 0) -> dict[str, dict[str, bytes]]:
+def compile_texts(texts: Sequence[str], options: Options, tell: Progress,
+                  workers: int = 0) -> dict[str, dict[str, bytes]]:
     """Machine code by text and level.  Each compiler is a process, so threads are enough to run many."""
-    from .backend import host  # noqa: PLC0415 - a program's text can be had without a compiler
+    from .backend import host
 
     levels = options.levels or host.native_levels()
     jobs = [(t, level) for t in dict.fromkeys(texts) if t for level in levels]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..ir import dims as D
 from ..ir.dims import Dim
@@ -86,39 +85,51 @@ def compute_ns(node: Node, machine: Machine, env: Mapping[str, int]) -> float:
 
 
 class CostModel:
-    """Estimates for one target.
+    """Estimates for one target over nominal environments; times are summed over environments and core counts."""
 
-    ``scheduled`` objects need only an attribute ``blocks`` (a Dim); ``recompute`` (a mapping from node to how
-    often its elements are evaluated) is used when a schedule has it.
-    """
-
-    def __init__(self, target_name: str):
+    def __init__(self, target_name: str, envs: list[dict[str, int]]):
         self.machine = MACHINES[target_name]
         self.cores = NOMINAL_CORES[target_name]
+        self.envs = envs
+        self.compute: dict[Node, tuple[float, ...]] = {}
+        self.bytes: dict[Node, tuple[int, ...]] = {}
 
-    def group_ns(self, group: Group, scheduled: Any, envs: list[dict[str, int]]) -> float:
-        """Estimated time of a group's kernel, summed over nominal sizes and core counts."""
-        return sum(self._one(group, scheduled, env, cores) for env in envs for cores in self.cores)
+    @property
+    def launches_ns(self) -> float:
+        """The time of one launch, in the units of group_ns."""
+        return self.machine.launch * len(self.cores) * len(self.envs)
 
-    def _one(self, group: Group, scheduled: Any, env: dict[str, int], cores: int) -> float:
+    def group_ns(self, group: Group, blocks: Dim | None = None) -> float:
+        """Estimated time of a group's kernel; ``blocks`` None means enough for every core."""
+        total = 0.0
+        for e, env in enumerate(self.envs):
+            compute = sum(self._compute(n)[e] for n in group.nodes)
+            sizes = [self._bytes(n)[e] for n in (*group.inputs, *group.outputs)]
+            limit = None if blocks is None else max(1, value_of(blocks, env))
+            total += sum(self._one(compute, sizes, c if limit is None else min(c, limit)) for c in self.cores)
+        return total
+
+    def _one(self, compute: float, sizes: list[int], busy: int) -> float:
+        compute /= busy
+        memory = sum(self._traffic_ns(size, busy) for size in sizes)
+        return self.machine.launch + max(compute, memory) + 0.25 * min(compute, memory)
+
+    def _traffic_ns(self, size: int, busy: int) -> float:
         m = self.machine
-        busy = max(1, min(cores, value_of(scheduled.blocks, env)))
-        compute = sum(compute_ns(n, m, env) for n in group.nodes) / busy
-        memory = sum(self._traffic_ns(n, env, busy) for n in (*group.inputs, *group.outputs))
-        return m.launch + max(compute, memory) + 0.25 * min(compute, memory)
-
-    def _traffic_ns(self, node: Node, env: dict[str, int], busy: int) -> float:
-        m = self.machine
-        size = nbytes(node, env)
         if size <= m.cache_bytes:
             return size / (m.cache_bandwidth * busy)
         return size / min(m.core_bandwidth * busy, m.total_bandwidth)
 
-    def copy_ns(self, nodes: Iterable[Node], envs: list[dict[str, int]]) -> float:
+    def copy_ns(self, nodes: Iterable[Node]) -> float:
         """Time to compute ``nodes`` once more, on one core, in the units of group_ns."""
-        nodes = tuple(nodes)
-        return len(self.cores) * sum(compute_ns(n, self.machine, env) for n in nodes for env in envs)
+        return len(self.cores) * sum(sum(self._compute(n)) for n in nodes)
 
-    def launches_ns(self, envs: list[dict[str, int]]) -> float:
-        """The time of one launch, in the units of group_ns."""
-        return self.machine.launch * len(self.cores) * len(envs)
+    def _compute(self, node: Node) -> tuple[float, ...]:
+        if node not in self.compute:
+            self.compute[node] = tuple(compute_ns(node, self.machine, env) for env in self.envs)
+        return self.compute[node]
+
+    def _bytes(self, node: Node) -> tuple[int, ...]:
+        if node not in self.bytes:
+            self.bytes[node] = tuple(nbytes(node, env) for env in self.envs)
+        return self.bytes[node]

@@ -16,7 +16,7 @@ ALWAYS_FLOATING = frozenset({"const", "iota", "shape_value", "broadcast", "resha
 class Unit:
     """A set of nodes that will be one kernel.  Compared by identity."""
 
-    __slots__ = ("nodes", "id")
+    __slots__ = ("id", "nodes")
     _next_id = 0
 
     def __init__(self, nodes: Iterable[Node]):

@@ -35,11 +35,12 @@ Build = Callable[[Group, Any], Any]
 
 @dataclass(frozen=True)
 class Planned:
-    """A candidate kernel with its schedule and estimated time."""
+    """A candidate kernel with its schedule, its estimated time and that with blocks for every core."""
 
     group: Group
     scheduled: Any
     ns: float
+    ideal_ns: float
 
 
 def plan(graph: Graph, target: Any, build: Build | None = None) -> list[Group]:
@@ -56,7 +57,7 @@ def plan_scheduled(graph: Graph, target: Any, build: Build | None = None) -> lis
 
 
 def _schedule_build() -> Build:
-    from .. import schedule  # noqa: PLC0415 - schedule imports fusion.group
+    from .. import schedule
 
     return schedule.build
 
@@ -80,8 +81,7 @@ class Planner:
         self.graph, self.target, self.build = graph, target, build
         nodes = graph.nodes()
         self.parts = Partition(graph, must_write(graph), (n for n in nodes if n.op in ALWAYS_FLOATING))
-        self.model = cost.CostModel(getattr(target, "name", "host"))
-        self.envs = cost.environments(d for n in nodes for d in n.shape)
+        self.model = cost.CostModel(target.name, cost.environments(d for n in nodes for d in n.shape))
         self.tried: dict[frozenset[Node], Planned | None] = {}
 
     def run(self) -> list[Planned]:
@@ -109,7 +109,7 @@ class Planner:
             scheduled = self.build(group, self.target)
         except Unschedulable:
             return None
-        return Planned(group, scheduled, self.model.group_ns(group, scheduled, self.envs))
+        return Planned(group, scheduled, self.model.group_ns(group, scheduled.blocks), self.model.group_ns(group))
 
     def planned(self, nodes: frozenset[Node]) -> Planned:
         found = self.candidate(nodes)
@@ -163,13 +163,8 @@ class Planner:
         return found
 
     def take_whole(self, region: frozenset[Unit]) -> bool:
-        """Makes a region one kernel when it is legal and pays."""
-        if len(region) < 2:
-            return True
-        if self.parts.makes_cycle(region) or not self.pays(region):
-            return False
-        self.parts.contract(region)
-        return True
+        """Makes a region one kernel when it is legal and costs nothing."""
+        return len(region) < 2 or self.try_run(region) is not None
 
     def grow(self, region: frozenset[Unit]) -> None:
         """Grows groups from the roots of a region along producers until nothing more can join."""
@@ -184,22 +179,50 @@ class Planner:
             settled.add(self.grow_one(seed, alive))
 
     def grow_one(self, unit: Unit, alive: set[Unit]) -> Unit:
-        """Takes producers into ``unit``: nearest layer first, in a layer the longest path first."""
+        """Takes producers into ``unit``: nearest layer first, in a layer the longest path first.
+
+        Whole runs of producers are tried at once, half as many after each refusal, so that a group of n
+        units takes about log n schedules instead of n.
+        """
         refused: set[Unit] = set()
+        step = len(alive)
         while True:
-            order = [u for u in self.parts.in_order() if u in alive]
-            s = spans(order, self.parts.producers)
-            ready = [p for p in self.parts.producers(unit) & alive if p not in refused]
-            ready.sort(key=lambda p: (s.span[p], -s.depth[p]))
-            merged = next((m for p in ready if (m := self.try_merge(unit, p, refused))), None)
+            ahead = self.ahead(unit, alive, refused)
+            merged = None
+            while merged is None and (step := min(step, len(ahead))) > 1:
+                merged = self.try_run(frozenset((unit, *ahead[:step])))
+                step = step * 2 if merged else step // 2
+            if merged is None:
+                near = self.parts.producers(unit)
+                merged = next((m for p in ahead if p in near and (m := self.try_merge(unit, p, refused))), None)
+                step = 2
             if merged is None:
                 return unit
-            alive.difference_update(self._gone(alive))
+            alive &= self.parts.units
             alive.add(merged)
             unit = merged
 
-    def _gone(self, alive: set[Unit]) -> set[Unit]:
-        return alive - self.parts.units
+    def ahead(self, unit: Unit, alive: set[Unit], refused: set[Unit]) -> list[Unit]:
+        """Units that ``unit`` may take, in the order it should: direct and indirect producers."""
+        s = spans([u for u in self.parts.in_order() if u in alive], self.parts.producers)
+        found: set[Unit] = set()
+        stack = [unit]
+        while stack:
+            fresh = self.parts.producers(stack.pop()) & alive - refused - found
+            found |= fresh
+            stack.extend(fresh)
+        return sorted(found, key=lambda u: (s.span[u], -s.depth[u], u.id))
+
+    def try_run(self, units: frozenset[Unit]) -> Unit | None:
+        """Joins many units at once, if nothing is lost against the best that one kernel can do."""
+        return self.parts.contract(units) if self.is_ideal(units) else None
+
+    def is_ideal(self, units: frozenset[Unit]) -> bool:
+        """True when the union is legal and within one launch of its time with no shortage of blocks."""
+        if self.parts.makes_cycle(units):
+            return False
+        merged = self.candidate(frozenset().union(*(u.nodes for u in units)))
+        return merged is not None and merged.ns <= merged.ideal_ns + self.model.launches_ns
 
     def try_merge(self, unit: Unit, producer: Unit, refused: set[Unit]) -> Unit | None:
         both = frozenset((unit, producer))
@@ -234,7 +257,7 @@ class Planner:
         if unit.nodes & self.parts.required:
             return False
         cheap = len(unit.nodes) <= COPY_NODES and all(n.op in INDEXING or _cheap(n) for n in unit.nodes)
-        return cheap or self.model.copy_ns(unit.nodes, self.envs) < self.model.launches_ns(self.envs)
+        return cheap or self.model.copy_ns(unit.nodes) < self.model.launches_ns
 
     def merge_layers(self) -> None:
         """Merges independent groups of one layer that have the same blocks."""
