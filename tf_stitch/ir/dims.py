@@ -47,7 +47,7 @@ Monomial = tuple[tuple[Atom, int], ...]  # ((atom, power), ...), sorted; () is t
 class Expr:
     """A polynomial over atoms in normal form.  Never constant: constant results are plain ints."""
 
-    __slots__ = ("terms", "_hash")
+    __slots__ = ("_hash", "terms")
 
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]):
         self.terms = terms
@@ -219,7 +219,7 @@ def mod(a: Dim, b: Dim) -> Dim:
         return a % b
     if b == 1 or a == 0 or a == b:
         return 0
-    q, r = divmod_exact_part(a, b)
+    r = divmod_exact_part(a, b)[1]
     if r == 0 or _within(r, b):
         return r
     return _atom(Func("mod", (a if len(_terms(b)) > 1 else r, b)))
@@ -358,6 +358,11 @@ def substitute(d: Dim, mapping: Mapping[str, Dim]) -> Dim:
                 value = value * factor
         total = total + value
     return total
+
+
+def renormalise(d: Dim) -> Dim:
+    """``d`` computed anew from its atoms, so that simplifications that substitution opened up apply."""
+    return substitute(d, {"": 0})
 
 
 def evaluate(d: Dim, env: Mapping[str, int]) -> int:

@@ -23,7 +23,7 @@ class Node:
       origin: name of the TensorFlow node it came from, for messages.
     """
 
-    __slots__ = ("op", "inputs", "attrs", "shape", "dtype", "origin", "id")
+    __slots__ = ("attrs", "dtype", "id", "inputs", "op", "origin", "shape")
     _next_id = 0
 
     def __init__(self, op: str, inputs: Sequence[Node], attrs: Mapping[str, Any], shape: Sequence[Dim],
@@ -45,6 +45,18 @@ class Node:
     def size(self) -> Dim:
         """Number of elements."""
         return D.product(self.shape)
+
+    def attr_dims(self) -> list[Dim]:
+        """The symbolic dims inside the attributes (shape_value, slice starts, padding)."""
+        found: list[Dim] = []
+        todo = list(self.attrs.values())
+        while todo:
+            v = todo.pop()
+            if isinstance(v, D.Expr):
+                found.append(v)
+            elif isinstance(v, tuple):
+                todo.extend(v)
+        return found
 
     def __repr__(self) -> str:
         dims = ",".join(D.to_text(d) for d in self.shape)
@@ -103,16 +115,28 @@ class Graph:
                 out[i].append(n)
         return out
 
-    def bind(self, inputs: Sequence[Any]) -> dict[str, int]:
+    def symbol_values(self, inputs: Sequence[Any]) -> dict[str, int]:
         """Values of all symbols for concrete inputs (NumPy arrays).
 
-        Raises ValueError when an input's rank or static dim does not fit its param.
+        Raises ValueError when an input's rank does not fit its param or a value symbol's element is missing.
         """
         for p, x in zip(self.params, inputs, strict=True):
             if len(x.shape) != p.rank:
                 raise ValueError(f"{p.origin}: rank {len(x.shape)} given where {p.rank} is expected")
-        env = {name: int(inputs[s.param].shape[s.index]) if s.kind == "dim" else int(inputs[s.param].reshape(-1)[s.index])
-               for name, s in self.symbols.items()}
+        env = {}
+        for name, s in self.symbols.items():
+            x = inputs[s.param]
+            if s.kind == "value" and s.index >= x.size:
+                raise ValueError(f"{self.params[s.param].origin}: has no element {s.index}, which is a dim")
+            env[name] = int(x.shape[s.index] if s.kind == "dim" else x.reshape(-1)[s.index])
+        return env
+
+    def bind(self, inputs: Sequence[Any]) -> dict[str, int]:
+        """Values of all symbols for concrete inputs, whose shapes are checked too.
+
+        Raises ValueError when an input's rank or shape does not fit its param.
+        """
+        env = self.symbol_values(inputs)
         for p, x in zip(self.params, inputs, strict=True):
             want = tuple(D.evaluate(d, env) for d in p.shape)
             if tuple(x.shape) != want:
@@ -128,21 +152,19 @@ class Graph:
                      dict(self.symbols), self.name)
 
     def substitute(self, mapping: Mapping[str, Dim]) -> Graph:
-        """The same graph with symbols replaced in every shape, attr and guard."""
+        """The same graph with symbols replaced in every shape and attr.
+
+        Guards and symbol sources stay as they are: they speak of what the op reads at run time, and a guard
+        ``m == n`` that justified replacing m by n must not turn into ``n == n``.
+        """
         def attr(v):
             if isinstance(v, D.Expr):
                 return D.substitute(v, mapping)
-            if isinstance(v, tuple):
-                return tuple(attr(e) for e in v)
-            return v
+            return tuple(attr(e) for e in v) if isinstance(v, tuple) else v
 
-        def one(n: Node, inputs):
-            return Node(n.op, inputs, {k: attr(v) for k, v in n.attrs.items()},
-                        [D.substitute(d, mapping) for d in n.shape], n.dtype, n.origin)
-
-        g = self.rebuild(one)
-        g.guards = [Guard(x.kind, D.substitute(x.a, mapping), D.substitute(x.b, mapping), x.reason) for x in g.guards]
-        return g
+        return self.rebuild(lambda n, inputs: Node(
+            n.op, inputs, {k: attr(v) for k, v in n.attrs.items()}, [D.substitute(d, mapping) for d in n.shape],
+            n.dtype, n.origin))
 
 
 def topological(roots: Iterable[Node]) -> list[Node]:
