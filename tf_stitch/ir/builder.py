@@ -10,7 +10,7 @@ from . import dims as D
 from .dims import Dim, Expr, Symbol
 from .dtypes import DTYPES, of_numpy
 from .graph import Graph, Guard, Node, Shape, SymbolSource
-from .opdef import IRError, make
+from .ops import IRError, make
 from .simplify import simplify
 from .structural import slice_last
 from .unify import Unifier, strip_common

@@ -13,7 +13,7 @@ from typing import Any
 from . import dims as D
 from .dims import Dim, Expr, Symbol
 from .graph import Guard
-from .opdef import IRError
+from .ops import IRError
 
 
 class Unifier:

@@ -4,7 +4,7 @@ from __future__ import annotations
 from . import dims as D
 from .dims import Dim
 from .graph import Graph, Guard, Node
-from .opdef import IRError, result_type
+from .ops import IRError, result_type
 
 
 def verify(graph: Graph) -> None:
