@@ -12,6 +12,7 @@ from dataclasses import replace
 from . import codegen
 from .codegen.kernel import Kernel
 from .fusion.planner import plan_scheduled, view_source
+from .fusion.split import split_reductions
 from .ir.dims import Dim
 from .ir.graph import Graph, Node
 from .options import Options
@@ -63,6 +64,7 @@ def compile_texts(texts: Sequence[str], options: Options, tell: Progress,
 
 def build_program(graph: Graph, target: Target) -> Program:
     """A program without machine code: its text is what both targets' compilers read."""
+    graph = split_reductions(graph, target)
     return _Assembler(graph).program(make_kernels(graph, target))
 
 

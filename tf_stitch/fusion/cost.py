@@ -18,6 +18,7 @@ from ..ir.ops import CHEAP, EXPENSIVE, OPS
 from .group import Group
 
 NOMINAL_DIMS = (4, 256)  # sizes that stand for an unknown dim
+PARTIAL_READS = frozenset({"slice", "gather", "gather_nd"})  # touch only what they return of their first operand
 NOMINAL_CORES = {"host": (2, 8, 64), "cuda": (132,)}
 
 
@@ -102,12 +103,23 @@ class CostModel:
     def group_ns(self, group: Group, blocks: Dim | None = None) -> float:
         """Estimated time of a group's kernel; ``blocks`` None means enough for every core."""
         total = 0.0
+        reads = self._reads(group)
         for e, env in enumerate(self.envs):
             compute = sum(self._compute(n)[e] for n in group.nodes)
-            sizes = [self._bytes(n)[e] for n in (*group.inputs, *group.outputs)]
+            sizes = [read[e] for read in reads] + [self._bytes(n)[e] for n in group.outputs]
             limit = None if blocks is None else max(1, value_of(blocks, env))
             total += sum(self._one(compute, sizes, c if limit is None else min(c, limit)) for c in self.cores)
         return total
+
+    def _reads(self, group: Group) -> list[list[int]]:
+        """Bytes per environment that the group reads of each input: what a slice or gather skips is not read."""
+        touched = {i: [0] * len(self.envs) for i in group.inputs}
+        for n in group.nodes:
+            for position, i in enumerate(n.inputs):
+                if i in touched:
+                    part = n if position == 0 and n.op in PARTIAL_READS else i
+                    touched[i] = [t + b for t, b in zip(touched[i], self._bytes(part), strict=True)]
+        return [[min(t, b) for t, b in zip(touched[i], self._bytes(i), strict=True)] for i in group.inputs]
 
     def _one(self, compute: float, sizes: list[int], busy: int) -> float:
         compute /= busy
