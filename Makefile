@@ -1,0 +1,62 @@
+# Everything runs in .venv and sets itself up: a Debian machine with python3.11, g++ and make is enough.
+#   make demo    rewrite a real model, run it, compare          make bench   compare with TensorFlow and XLA
+#   make test    the test suite                                 make lint    ruff, mypy, clang-format
+#   make wheel   a wheel in dist/                               make clean   remove all that was built
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
+PYTEST_ARGS ?=
+TEST_JOBS ?= 2
+
+BIN := .venv/bin
+STAMPS := .venv/stamps
+CXX_FILES := $(wildcard custom_ops/*.cc custom_ops/*.h tf_stitch/codegen/include/*.h)
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint format bench wheel build clean
+
+demo: $(STAMPS)/models build
+	$(BIN)/python -m models.demo
+
+test: $(STAMPS)/test $(STAMPS)/models build
+	$(BIN)/python -m pytest -n $(TEST_JOBS) $(PYTEST_ARGS)
+
+bench: $(STAMPS)/models build
+	$(BIN)/python -m models.bench
+
+lint: $(STAMPS)/lint
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: $(STAMPS)/lint
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+# The op library: setup.py compiles only what changed.
+build: $(STAMPS)/base
+	@TF_STITCH_WERROR=1 $(BIN)/python setup.py -q build_ext --inplace
+
+wheel: $(STAMPS)/base
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+# Stamps: each set of requirements is installed once, and again when pyproject.toml changed.
+$(STAMPS)/venv:
+	@test -n "$(PYTHON)" || { echo "No Python found: install python3.11 (and python3.11-venv)."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is too old: tf_stitch needs Python 3.11 or later."; exit 1; }
+	@$(PYTHON) -m venv .venv || { echo "Making .venv failed: on Debian, apt-get install python3.11-venv."; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+# The editable install builds the op library too.
+$(STAMPS)/base: $(STAMPS)/venv pyproject.toml setup.py
+	$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77" wheel
+	$(BIN)/python -m pip install -q "tensorflow~=2.21.0"
+	$(BIN)/python -m pip install -q --no-build-isolation -e .
+	@touch $@
+
+$(STAMPS)/%: $(STAMPS)/base
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[$*]"
+	@touch $@
+
+clean:
+	rm -rf build dist tf_stitch.egg-info tf_stitch/_ops.so tf_stitch/_ops.json .pytest_cache .mypy_cache .ruff_cache
+	find tf_stitch tests models -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,266 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "counters.h"
+
+namespace tf_stitch {
+namespace {
+
+constexpr int64_t kLargest = int64_t{1} << 48;  // bytes of a buffer, a launch's blocks: past this something is wrong
+
+bool FloorDiv(int64_t a, int64_t b, int64_t* out) {
+  if (b == 0) return *out = 0, true;
+  if (b == -1) return !__builtin_sub_overflow(int64_t{0}, a, out);
+  int64_t q = a / b;
+  *out = q - ((a % b != 0) && ((a < 0) != (b < 0)));
+  return true;
+}
+
+bool FloorMod(int64_t a, int64_t b, int64_t* out) {
+  if (b == 0 || b == -1) return *out = 0, true;
+  int64_t r = a % b;
+  *out = r + ((r != 0 && (r < 0) != (b < 0)) ? b : 0);
+  return true;
+}
+
+// Values of all expressions; false when one overflows.
+bool Evaluate(const std::vector<Expr>& exprs, const std::vector<int64_t>& symbols, std::vector<int64_t>* values) {
+  values->resize(exprs.size());
+  int64_t* v = values->data();
+  for (size_t i = 0; i < exprs.size(); ++i) {
+    const Expr& e = exprs[i];
+    bool fits = true;
+    switch (e.op) {
+      case ExprOp::kConst:
+        v[i] = e.a;
+        break;
+      case ExprOp::kSymbol:
+        v[i] = symbols[e.a];
+        break;
+      case ExprOp::kAdd:
+        fits = !__builtin_add_overflow(v[e.a], v[e.b], &v[i]);
+        break;
+      case ExprOp::kMul:
+        fits = !__builtin_mul_overflow(v[e.a], v[e.b], &v[i]);
+        break;
+      case ExprOp::kDiv:
+        fits = FloorDiv(v[e.a], v[e.b], &v[i]);
+        break;
+      case ExprOp::kMod:
+        fits = FloorMod(v[e.a], v[e.b], &v[i]);
+        break;
+      case ExprOp::kMin:
+        v[i] = std::min(v[e.a], v[e.b]);
+        break;
+      case ExprOp::kMax:
+        v[i] = std::max(v[e.a], v[e.b]);
+        break;
+    }
+    if (!fits) return false;
+  }
+  return true;
+}
+
+bool Holds(GuardKind kind, int64_t a, int64_t b) {
+  switch (kind) {
+    case GuardKind::kEq:
+      return a == b;
+    case GuardKind::kLe:
+      return a <= b;
+    case GuardKind::kDivides: {
+      int64_t r = 1;
+      return b != 0 && FloorMod(a, b, &r) && r == 0;
+    }
+  }
+  return false;
+}
+
+// Makes one plan; each method returns false after setting why_not.
+class Planner {
+ public:
+  Planner(const Program& program, const Signature& signature, Plan* plan)
+      : p_(program), signature_(signature), plan_(*plan) {}
+
+  void Make() { plan_.usable = Bind() && CheckInputs() && CheckGuards() && Outputs() && Steps() && Arena(); }
+
+ private:
+  bool No(std::string why) {
+    plan_.why_not = std::move(why);
+    return false;
+  }
+
+  bool Bind() {
+    std::vector<size_t> first_dim(p_.inputs.size());
+    size_t position = 0;
+    for (size_t i = 0; i < p_.inputs.size(); ++i) {
+      first_dim[i] = position;
+      position += p_.buffers[p_.inputs[i]].shape.size();
+    }
+    std::vector<int64_t> symbols;
+    for (const Symbol& s : p_.symbols) {
+      int64_t value = signature_[s.kind == SymbolKind::kDim ? first_dim[s.param] + s.index : position++];
+      if ((s.has_lo && value < s.lo) || (s.has_hi && value > s.hi)) {
+        return No("size '" + s.name + "' is " + std::to_string(value) + ", outside the range the kernels are made for");
+      }
+      symbols.push_back(value);
+    }
+    return Evaluate(p_.exprs, symbols, &values_) || No("a size is too large for 64 bits");
+  }
+
+  bool CheckInputs() {
+    size_t position = 0;
+    for (uint32_t id : p_.inputs) {
+      for (ExprId e : p_.buffers[id].shape) {
+        if (signature_[position] != values_[e]) {
+          return No("input " + std::to_string(p_.buffers[id].index) + " has a dim of " +
+                    std::to_string(signature_[position]) + " where " + std::to_string(values_[e]) + " is expected");
+        }
+        ++position;
+      }
+    }
+    return true;
+  }
+
+  bool CheckGuards() {
+    for (const Guard& g : p_.guards) {
+      if (!Holds(g.kind, values_[g.a], values_[g.b])) {
+        return No("a guard does not hold (" + g.reason + ": " + std::to_string(values_[g.a]) + ", " +
+                  std::to_string(values_[g.b]) + ")");
+      }
+    }
+    return true;
+  }
+
+  // Bytes of a buffer; -1 when a dim is negative or the size is absurd.
+  int64_t BytesOf(const Buffer& b) const {
+    int64_t bytes = DTypeSize(b.dtype);
+    bool empty = false;
+    for (ExprId e : b.shape) {
+      int64_t d = values_[e];
+      if (d < 0) return -1;
+      empty |= d == 0;
+      if (d && (__builtin_mul_overflow(bytes, d, &bytes) || bytes > kLargest)) return -1;
+    }
+    return empty ? 0 : bytes;
+  }
+
+  bool Outputs() {
+    plan_.output_dims.resize(p_.outputs.size());
+    for (size_t i = 0; i < p_.outputs.size(); ++i) {
+      const Buffer& b = p_.buffers[p_.outputs[i]];
+      for (ExprId e : b.shape) plan_.output_dims[i].push_back(values_[e]);
+    }
+    for (const Buffer& b : p_.buffers) {
+      int64_t bytes = BytesOf(b);
+      if (bytes < 0) return No("a buffer's size is negative or too large");
+      const Buffer& holder =
+          p_.buffers[b.backing == Backing::kInput    ? p_.inputs[b.backing_index]
+                     : b.backing == Backing::kOutput ? p_.outputs[b.backing_index]
+                                                     : static_cast<uint32_t>(&b - p_.buffers.data())];
+      if (bytes != BytesOf(holder)) return No("an alias has another size than its source");
+    }
+    return true;
+  }
+
+  bool Steps() {
+    plan_.steps.resize(p_.steps.size());
+    for (size_t i = 0; i < p_.steps.size(); ++i) {
+      const Step& s = p_.steps[i];
+      if (s.kind != Step::Kind::kKernel) continue;
+      StepPlan& out = plan_.steps[i];
+      out.blocks = values_[s.blocks];
+      out.shared_bytes = values_[s.shared_bytes];
+      out.cost = std::max<int64_t>(values_[s.cost], 1);
+      if (out.blocks < 0 || out.blocks > kLargest || out.shared_bytes < 0 || out.shared_bytes > kLargest) {
+        return No("a launch's size is negative or too large");
+      }
+      for (ExprId e : s.dims) out.dims.push_back(values_[e]);
+    }
+    return true;
+  }
+
+  // Places arena buffers largest first, each at the lowest offset where nothing alive at the same time lies.
+  bool Arena() {
+    plan_.arena_offset.assign(p_.buffers.size(), 0);
+    struct Placed {
+      int64_t begin, end;
+      const Buffer* buffer;
+    };
+    std::vector<std::pair<int64_t, uint32_t>> order;  // (bytes, buffer)
+    for (uint32_t id : p_.temps) {
+      const Buffer& b = p_.buffers[id];
+      if (b.backing != Backing::kArena || b.first_step < 0) continue;
+      int64_t bytes = (BytesOf(b) + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+      if (bytes) order.emplace_back(bytes, id);
+    }
+    std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    std::vector<Placed> placed;  // by begin
+    for (const auto& [bytes, id] : order) {
+      const Buffer& b = p_.buffers[id];
+      int64_t at = 0;
+      for (const Placed& other : placed) {
+        bool together = other.buffer->first_step <= b.last_step && b.first_step <= other.buffer->last_step;
+        if (!together || other.end <= at) continue;
+        if (other.begin >= at + bytes) break;
+        at = other.end;
+      }
+      plan_.arena_offset[id] = at;
+      plan_.arena_bytes = std::max(plan_.arena_bytes, at + bytes);
+      if (plan_.arena_bytes > kLargest) return No("the temporaries are too large");
+      Placed entry{at, at + bytes, &b};
+      placed.insert(std::upper_bound(placed.begin(), placed.end(), entry,
+                                     [](const Placed& x, const Placed& y) { return x.begin < y.begin; }),
+                    entry);
+    }
+    return true;
+  }
+
+  const Program& p_;
+  const Signature& signature_;
+  Plan& plan_;
+  std::vector<int64_t> values_;
+};
+
+}  // namespace
+
+std::unique_ptr<Plan> MakePlan(const Program& program, const Signature& signature) {
+  auto plan = std::make_unique<Plan>();
+  Planner(program, signature, plan.get()).Make();
+  return plan;
+}
+
+size_t PlanCache::Hash::operator()(const Signature& s) const {
+  uint64_t h = 1469598103934665603ull;
+  for (int64_t v : s) {
+    h = (h ^ static_cast<uint64_t>(v)) * 0x9E3779B97F4A7C15ull;
+    h ^= h >> 29;
+  }
+  return h;
+}
+
+std::shared_ptr<const Plan> PlanCache::Get(const Program& program, const Signature& signature) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!entries_.empty() && entries_.front().first == signature) return entries_.front().second;
+    auto found = by_signature_.find(signature);
+    if (found != by_signature_.end()) {
+      entries_.splice(entries_.begin(), entries_, found->second);
+      return found->second->second;
+    }
+  }
+  std::shared_ptr<const Plan> plan = MakePlan(program, signature);  // two threads may both make it: harmless
+  ++GlobalCounters().plans;
+  std::lock_guard<std::mutex> lock(mu_);
+  if (by_signature_.count(signature)) return plan;
+  entries_.emplace_front(signature, plan);
+  by_signature_[signature] = entries_.begin();
+  if (entries_.size() > capacity_) {
+    by_signature_.erase(entries_.back().first);
+    entries_.pop_back();
+  }
+  return plan;
+}
+
+}  // namespace tf_stitch
