@@ -28,3 +28,11 @@ class SavedModelError(StitchError):
 
 class VerifyError(StitchError):
     """The rewritten model's outputs differ from the original's by more than the tolerance."""
+
+
+class ProgramError(StitchError, ValueError):
+    """A program cannot be written as bytes, or bytes are not a program."""
+
+
+class GuardFailed(StitchError):
+    """A program's kernels cannot run these inputs; in the op the original TensorFlow nodes would run."""

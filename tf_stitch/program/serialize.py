@@ -1,0 +1,324 @@
+"""The byte format of a program: what travels in the op's ``program`` attr (read by custom_ops/program.cc).
+
+    "TFSP"  version: byte  crc32 of the rest: 4 bytes, little-endian
+    8 sections in this order, each: tag: byte (1..8)  length  contents
+      1 names        count, strings                  every string below is an index into this list; then the program's name
+      2 symbols      count, (name, flags: byte, param, index, [lo], [hi])   flags: 1 "value", 2 has lo, 4 has hi
+      3 expressions  count, (op: byte, operands)     operands are earlier entries; see _OPS
+      4 buffers      count, (kind: byte, index, dtype: byte, dims)          dtype: TensorFlow's DataType number
+      5 steps        count, (kind: byte, origin, ...)
+                       0 kernel: kernel, buffers, dims, blocks, shared bytes, cost, threads
+                       1 alias: source buffer, output buffer
+      6 guards       count, (kind: byte, a, b, reason)
+      7 code         count, (target, bytes)
+      8 text         bytes
+
+Numbers are LEB128, signed ones zigzag; strings and bytes carry their length.
+"""
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from ..errors import ProgramError
+from ..ir import dims as D
+from ..ir.dims import Dim
+from ..ir.graph import Guard, SymbolSource
+from .program import AliasStep, Buffer, KernelStep, Program, Step
+
+MAGIC, VERSION = b"TFSP", 1
+_HEADER = len(MAGIC) + 1 + 4
+_OPS = ("const", "symbol", "add", "mul", "div", "mod", "min", "max")
+_BUFFER_KINDS = ("input", "output", "temp")
+_GUARD_KINDS = ("eq", "le", "divides")
+_SYMBOL_KINDS = ("dim", "value")
+
+# TensorFlow's DataType numbers (types.proto); they never change.
+DTYPE_NUMBERS = {"float32": 1, "float64": 2, "int32": 3, "uint8": 4, "int16": 5, "int8": 6, "int64": 9, "bool": 10,
+                 "bfloat16": 14, "uint16": 17, "float16": 19, "uint32": 22, "uint64": 23}
+_DTYPE_NAMES = {number: name for name, number in DTYPE_NUMBERS.items()}
+
+T = TypeVar("T")
+
+
+class _Writer:
+    """Appends numbers and bytes."""
+
+    def __init__(self) -> None:
+        self.out = bytearray()
+
+    def byte(self, value: int) -> None:
+        self.out.append(value)
+
+    def unsigned(self, value: int) -> None:
+        while value > 0x7F:
+            self.out.append(value & 0x7F | 0x80)
+            value >>= 7
+        self.out.append(value)
+
+    def signed(self, value: int) -> None:
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ProgramError(f"A size of {value} in the program does not fit into 64 bits.")
+        self.unsigned(value << 1 if value >= 0 else (-value << 1) - 1)
+
+    def bytes(self, data: bytes) -> None:
+        self.unsigned(len(data))
+        self.out += data
+
+    def list(self, items: Sequence[T], write: Callable[[T], None]) -> None:
+        self.unsigned(len(items))
+        for item in items:
+            write(item)
+
+
+class _Table(dict):
+    """Gives each distinct key the next number."""
+
+    def number(self, key) -> int:
+        return self.setdefault(key, len(self))
+
+
+class _Exprs:
+    """Flattens dims into the expression table; equal parts are stored once."""
+
+    def __init__(self, symbols: Sequence[str]) -> None:
+        self.numbers = {name: i for i, name in enumerate(symbols)}
+        self.table = _Table()
+        self.seen: dict[str, D.Symbol] = {}  # with their bounds
+        self.memo: dict[Dim, int] = {}
+
+    def number(self, dim: Dim) -> int:
+        """The table entry that holds ``dim``."""
+        if not isinstance(dim, D.Expr):
+            return self.table.number(("const", int(dim)))
+        if dim not in self.memo:
+            self.memo[dim] = self._fold("add", [self._monomial(m, c) for m, c in dim.terms])
+        return self.memo[dim]
+
+    def _fold(self, op: str, entries: Iterable[int]) -> int:
+        first, *rest = entries
+        for entry in rest:
+            first = self.table.number((op, first, entry))
+        return first
+
+    def _monomial(self, atoms: D.Monomial, coefficient: int) -> int:
+        factors = [self._atom(a) for a, power in atoms for _ in range(power)]
+        if coefficient != 1 or not factors:
+            factors.append(self.number(coefficient))
+        return self._fold("mul", factors)
+
+    def _atom(self, atom: D.Atom) -> int:
+        if isinstance(atom, D.Func):
+            return self._fold(atom.kind, [self.number(a) for a in atom.args])
+        if atom.name not in self.numbers:
+            raise ProgramError(f"The program uses the size '{atom.name}', which none of its inputs gives.")
+        if self.seen.setdefault(atom.name, atom) != atom:
+            raise ProgramError(f"The program uses the size '{atom.name}' with two different ranges.")
+        return self.table.number(("symbol", self.numbers[atom.name]))
+
+
+def dumps(program: Program, text: bool = True) -> bytes:
+    """The program as bytes.  ``text=False`` leaves the kernels' source out.
+
+    Raises ProgramError for a size that needs more than 64 bits or that no input gives.
+    """
+    names, exprs = _Table(), _Exprs(list(program.symbols))
+    sections = [_Writer() for _ in range(8)]
+    w_names, w_symbols, w_exprs, w_buffers, w_steps, w_guards, w_code, w_text = sections
+    name = names.number(program.name)
+    w_buffers.list(program.buffers, lambda b: _write_buffer(w_buffers, b, exprs))
+    w_steps.list(program.steps, lambda s: _write_step(w_steps, s, names, exprs))
+    w_guards.list(program.guards, lambda g: _write_guard(w_guards, g, names, exprs))
+    w_symbols.list(list(program.symbols.items()), lambda s: _write_symbol(w_symbols, *s, names, exprs))
+    w_exprs.list(list(exprs.table), lambda e: _write_expr(w_exprs, e))
+    w_code.list(sorted(program.code.items()), lambda c: (w_code.unsigned(names.number(c[0])), w_code.bytes(c[1])))
+    w_text.bytes(program.text.encode() if text else b"")
+    w_names.list(list(names), lambda n: w_names.bytes(n.encode()))
+    w_names.unsigned(name)
+    whole = _Writer()
+    for tag, section in enumerate(sections, 1):
+        whole.byte(tag)
+        whole.bytes(section.out)
+    return seal(bytes(whole.out))
+
+
+def seal(payload: bytes) -> bytes:
+    """Sections with the header in front."""
+    return MAGIC + bytes([VERSION]) + zlib.crc32(payload).to_bytes(4, "little") + payload
+
+
+def _write_symbol(w: _Writer, name: str, source: SymbolSource, names: _Table, exprs: _Exprs) -> None:
+    symbol = exprs.seen.get(name, D.Symbol(name, None, None))  # one that nothing uses has no range to keep
+    if isinstance(symbol.hi, D.Expr):
+        raise ProgramError(f"The range of the size '{name}' depends on another size.")
+    w.unsigned(names.number(name))
+    w.byte(_SYMBOL_KINDS.index(source.kind) | 2 * (symbol.lo is not None) | 4 * (symbol.hi is not None))
+    w.unsigned(source.param)
+    w.unsigned(source.index)
+    for bound in (symbol.lo, symbol.hi):
+        if bound is not None:
+            w.signed(bound)
+
+
+def _write_expr(w: _Writer, entry: tuple) -> None:
+    op, *operands = entry
+    w.byte(_OPS.index(op))
+    for operand in operands:
+        w.signed(operand) if op == "const" else w.unsigned(operand)
+
+
+def _write_buffer(w: _Writer, b: Buffer, exprs: _Exprs) -> None:
+    w.byte(_BUFFER_KINDS.index(b.kind))
+    w.unsigned(b.index)
+    w.byte(DTYPE_NUMBERS[b.dtype])
+    w.list(b.shape, lambda d: w.unsigned(exprs.number(d)))
+
+
+def _write_step(w: _Writer, s: Step, names: _Table, exprs: _Exprs) -> None:
+    w.byte(int(isinstance(s, AliasStep)))
+    w.unsigned(names.number(s.origin))
+    if isinstance(s, AliasStep):
+        w.unsigned(s.source)
+        w.unsigned(s.output)
+        return
+    w.unsigned(names.number(s.kernel))
+    w.list(s.buffers, w.unsigned)
+    w.list(s.dims, lambda d: w.unsigned(exprs.number(d)))
+    for dim in (s.blocks, s.shared_bytes, s.cost):
+        w.unsigned(exprs.number(dim))
+    w.unsigned(s.threads)
+
+
+def _write_guard(w: _Writer, g: Guard, names: _Table, exprs: _Exprs) -> None:
+    w.byte(_GUARD_KINDS.index(g.kind))
+    w.unsigned(exprs.number(g.a))
+    w.unsigned(exprs.number(g.b))
+    w.unsigned(names.number(g.reason))
+
+
+class _Reader:
+    """Reads what _Writer wrote; IndexError and ValueError mean corrupt data."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def byte(self) -> int:
+        self.at += 1
+        return self.data[self.at - 1]
+
+    def unsigned(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self.byte()
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+        if value >= 1 << 64:
+            raise ValueError("a number is too long")
+        return value
+
+    def signed(self) -> int:
+        value = self.unsigned()
+        return value >> 1 if value % 2 == 0 else -(value + 1 >> 1)
+
+    def bytes(self) -> bytes:
+        n = self.unsigned()
+        if n > len(self.data) - self.at:
+            raise ValueError("a list is longer than the data")
+        self.at += n
+        return self.data[self.at - n:self.at]
+
+    def list(self, read: Callable[[], T]) -> list[T]:
+        n = self.unsigned()
+        if n > len(self.data) - self.at:
+            raise ValueError("a list is longer than the data")
+        return [read() for _ in range(n)]
+
+    def finish(self) -> None:
+        if self.at != len(self.data):
+            raise ValueError("there are bytes left over")
+
+
+def loads(data: bytes) -> Program:
+    """The program that :func:`dumps` wrote.  Raises ProgramError when the bytes are not one."""
+    if data[:4] != MAGIC or len(data) < _HEADER:
+        raise ProgramError("The bytes are not a tf_stitch program: they do not start as one does.")
+    if data[4] != VERSION:
+        raise ProgramError(f"The program has format version {data[4]}, this tf_stitch reads version {VERSION}; "
+                           "rewrite the model again.")
+    if zlib.crc32(data[_HEADER:]) != int.from_bytes(data[5:_HEADER], "little"):
+        raise ProgramError("The program is corrupt: its checksum does not match.")
+    try:
+        return _read(_Reader(data[_HEADER:]))
+    except (IndexError, KeyError, ValueError, ZeroDivisionError) as error:
+        raise ProgramError(f"The program is corrupt: {error}.") from None
+
+
+def _read(all_: _Reader) -> Program:
+    sections = []
+    for tag in range(1, 9):
+        if all_.byte() != tag:
+            raise ValueError("its sections are out of order")
+        sections.append(_Reader(all_.bytes()))
+    all_.finish()
+    r_names, r_symbols, r_exprs, r_buffers, r_steps, r_guards, r_code, r_text = sections
+    names = r_names.list(lambda: r_names.bytes().decode())
+    title = names[r_names.unsigned()]
+    symbols = r_symbols.list(lambda: _read_symbol(r_symbols, names))
+    exprs: list[Dim] = []
+    r_exprs.list(lambda: exprs.append(_read_expr(r_exprs, exprs, symbols)))
+    program = Program(
+        buffers=r_buffers.list(lambda: _read_buffer(r_buffers, exprs)),
+        steps=r_steps.list(lambda: _read_step(r_steps, names, exprs)),
+        symbols={symbol.name: source for symbol, source in symbols},
+        guards=r_guards.list(lambda: _read_guard(r_guards, names, exprs)),
+        code=dict(r_code.list(lambda: (names[r_code.unsigned()], r_code.bytes()))),
+        text=r_text.bytes().decode(), name=title)
+    for section in sections:
+        section.finish()
+    return program
+
+
+def _read_symbol(r: _Reader, names: list[str]) -> tuple[D.Symbol, SymbolSource]:
+    name, flags = names[r.unsigned()], r.byte()
+    source = SymbolSource(_SYMBOL_KINDS[flags & 1], r.unsigned(), r.unsigned())
+    lo = r.signed() if flags & 2 else None
+    hi = r.signed() if flags & 4 else None
+    return D.Symbol(name, lo, hi), source
+
+
+def _read_expr(r: _Reader, exprs: list[Dim], symbols: list[tuple[D.Symbol, SymbolSource]]) -> Dim:
+    op = _OPS[r.byte()]
+    if op == "const":
+        return r.signed()
+    if op == "symbol":
+        symbol = symbols[r.unsigned()][0]
+        return D.symbol(symbol.name, symbol.lo, symbol.hi)
+    a, b = exprs[r.unsigned()], exprs[r.unsigned()]
+    return {"add": lambda: a + b, "mul": lambda: a * b, "div": lambda: D.floordiv(a, b), "mod": lambda: D.mod(a, b),
+            "min": lambda: D.dmin(a, b), "max": lambda: D.dmax(a, b)}[op]()
+
+
+def _read_buffer(r: _Reader, exprs: list[Dim]) -> Buffer:
+    kind, index, dtype = _BUFFER_KINDS[r.byte()], r.unsigned(), _DTYPE_NAMES[r.byte()]
+    return Buffer(kind, index, dtype, tuple(r.list(lambda: exprs[r.unsigned()])))
+
+
+def _read_step(r: _Reader, names: list[str], exprs: list[Dim]) -> Step:
+    kind, origin = r.byte(), names[r.unsigned()]
+    if kind == 1:
+        return AliasStep(r.unsigned(), r.unsigned(), origin)
+    if kind:
+        raise ValueError(f"step kind {kind} is not known")
+    kernel, buffers = names[r.unsigned()], tuple(r.list(r.unsigned))
+    dims = tuple(r.list(lambda: exprs[r.unsigned()]))
+    blocks, shared_bytes, cost = (exprs[r.unsigned()] for _ in range(3))
+    return KernelStep(kernel, buffers, dims, blocks, shared_bytes, cost, r.unsigned(), origin)
+
+
+def _read_guard(r: _Reader, names: list[str], exprs: list[Dim]) -> Guard:
+    kind = _GUARD_KINDS[r.byte()]
+    a, b = exprs[r.unsigned()], exprs[r.unsigned()]
+    return Guard(kind, a, b, names[r.unsigned()])
