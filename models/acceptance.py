@@ -74,7 +74,7 @@ def _precision(name: str) -> Iterator[None]:
 def randomise(model: keras.Model, rng: np.random.Generator) -> None:
     """Moves vectors away from their initial 0, 1 or 1e-6, and batch-norm statistics too, so that each has an effect.
 
-    The statistics are not those of a batch: that makes a random network chaotic, with float32 errors of 1e-4.
+    The statistics are not those of a batch: that makes a random deep network chaotic, with float32 errors of 1e-4.
     """
     for layer in model.layers:
         if isinstance(layer, keras.layers.BatchNormalization):
@@ -89,10 +89,22 @@ def randomise(model: keras.Model, rng: np.random.Generator) -> None:
 
 
 def temper(model: keras.Model, inputs: Any) -> None:
-    """Scales the last dense (or 1x1 convolution) layer so that softmax gets logits of spread 2, not a bare 0 and 1."""
+    """Gives a random classifier outputs that depend on its inputs, and a softmax that is not a bare 0 and 1.
+
+    Batch-norm variances shrink together until the features of different inputs differ by a twentieth of their size;
+    then the last dense (or 1x1 convolution) layer is scaled so that logits have a spread of 2.
+    """
     last = [layer for layer in model.layers if hasattr(layer, "kernel")][-1]
+    norms = [layer for layer in model.layers if isinstance(layer, keras.layers.BatchNormalization)]
+    tower = keras.Model(model.input, last.input)
+    features = np.asarray(tower(inputs))
+    for _ in range(20 if norms else 0):
+        if features.std(0).mean() > 0.05 * np.abs(features).mean():
+            break
+        for layer in norms:
+            layer.moving_variance.assign(layer.moving_variance * 0.8)
+        features = np.asarray(tower(inputs))
     kernel = np.asarray(last.kernel)
-    features = np.asarray(keras.Model(model.input, last.input)(inputs))
     logits = features.reshape(-1, kernel.shape[-2]) @ kernel.reshape(kernel.shape[-2:])
     last.kernel.assign(kernel * (2.0 / np.std(logits)))
 
