@@ -1,0 +1,495 @@
+"""Finds the parts of a TensorFlow graph that become one StitchedProgram each.
+
+A cluster is a convex set of nodes: no path leaves it and comes back, else the op would wait for itself.
+Control edges count as paths.  The method, in two steps:
+
+1. ``depth(v)`` is the largest number of *breaks* on a path to ``v``; a break is a node that stays
+   TensorFlow's, or an edge between nodes that may not share an op (another device, loop or branch).
+   Depth never falls along an edge.  So a path that leaves a set of nodes of equal depth and returns has
+   equal depth all along: it meets no break, hence all of it lies in one connected component of nodes of
+   that depth.  Taking whole components therefore never closes a cycle, however many are taken at once.
+2. Neighbouring clusters of different depth are merged when an exact reachability test (one bit set per
+   node) shows that no path runs between them outside.
+
+Shape arithmetic (Shape, StridedSlice of it, Pack ...) and small constants are no members: they are copied
+into each cluster that reads them, so that a cluster sees them symbolically; the originals stay while
+something outside reads them.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..ir.dtypes import DTYPES
+from ..options import Options
+from . import lower
+from .control import CONTROL_FLOW, ENTER, Context, Flow, contexts, is_back_edge
+from .view import GraphView, NodeView
+
+Tensor = tuple[str, int]
+
+SHAPE_OPS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+# Ops that compute nothing: they hold, name, route or call.
+PLUMBING = CONTROL_FLOW | {
+    "Const", "Placeholder", "PlaceholderWithDefault", "_Arg", "_Retval", "_DeviceArg", "_DeviceRetval", "NoOp",
+    "VarHandleOp", "ReadVariableOp", "AssignVariableOp", "VarIsInitializedOp", "VariableV2", "Variable", "Assert",
+    "PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case",
+    "StatelessCase", "_Send", "_Recv", "_HostSend", "_HostRecv", "StitchedProgram", "RestoreV2", "SaveV2",
+    "MergeV2Checkpoints", "ShardedFilename", "StaticRegexFullMatch"}
+SMALL_ELEMENTS = 64  # of an integer tensor that counts as shape arithmetic
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What clustering needs to know of a node; ``why`` is the reason it stays TensorFlow's, or None."""
+
+    name: str
+    op: str
+    inputs: tuple[Tensor, ...]
+    controls: tuple[str, ...]
+    device: str
+    outputs: int
+    why: str | None
+    small_const: bool = False
+    small_integer: bool = False  # every output is a small integer or boolean tensor
+    symbolic: bool = False       # can be copied as shape arithmetic when all it reads is
+    computes: bool = True        # does work: neither plumbing nor metadata
+    frame_name: str = ""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes that become one op.
+
+    Attributes:
+      nodes: all nodes it computes, operands first: members and copies.
+      copies: those of ``nodes`` whose originals stay while something else reads them.
+      inputs: (node, port) read from outside.
+      outputs: (member, port) read from outside.
+      controls: nodes that must run before.
+      device: placement of every member.
+      compute_ops: members that do work.
+    """
+
+    nodes: tuple[str, ...]
+    copies: frozenset[str]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    controls: tuple[str, ...]
+    device: str
+    compute_ops: int
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(n for n in self.nodes if n not in self.copies)
+
+    @property
+    def root(self) -> str:
+        """The member that names the op: the last one."""
+        return self.members[-1]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A node that stays TensorFlow's."""
+
+    node: str
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """Clusters in topological order, the nodes left to TensorFlow, and the nodes that are no longer needed."""
+
+    clusters: list[Cluster]
+    left: list[LeftOut]
+    removed: frozenset[str]
+
+
+def describe(view: GraphView, options: Options) -> list[NodeInfo]:
+    """What :func:`find` needs to know of each node of a view."""
+    return [_describe(view, n, options) for n in view]
+
+
+def _describe(view: GraphView, n: NodeView, options: Options) -> NodeInfo:
+    outputs = view.num_outputs(n.name)
+    computes = not (n.op in PLUMBING or lower.is_metadata(n.op) or n.op in view.library)
+    return NodeInfo(
+        n.name, n.op, n.inputs, n.control_inputs, n.device, outputs, _why_not(view, n, options),
+        small_const=lower.is_literal(view, n),
+        small_integer=all(_is_small_integer(view, (n.name, p)) for p in range(outputs)),
+        symbolic=n.op in lower.SYMBOLIC or n.op == "BroadcastGradientArgs",
+        computes=computes, frame_name=n.attr("frame_name", "") if n.op in ENTER else "")
+
+
+def _why_not(view: GraphView, n: NodeView, options: Options) -> str | None:
+    if n.is_arg or n.proto is None:
+        return "an argument of the function"
+    if n.op in options.skip_ops:
+        return f"op {n.op} is in the option skip_ops"
+    if lower.is_contraction(n.op):
+        return "a contraction stays TensorFlow's library call on this target"
+    if "GPU" in n.device.upper() and not options.target.startswith("cuda"):
+        return f"it is placed on {n.device} and the target is the host"
+    if any(t.endswith("_ref") for t in n.outputs or ()):
+        return "it hands out a reference"
+    return lower.why_not(view, n)
+
+
+def _is_small_integer(view: GraphView, ref: Tensor) -> bool:
+    dtype, shape = DTYPES.get(view.dtype(ref)), view.shape(ref)
+    if dtype is None or dtype.is_float or shape is None:
+        return False
+    known = [d for d in shape if d is not None]
+    return math.prod(known) <= SMALL_ELEMENTS and (len(known) == len(shape) or
+                                                   view[ref[0]].op == "BroadcastGradientArgs")
+
+
+def find(infos: Sequence[NodeInfo], options: Options, keep: Iterable[str] = (), read: Iterable[Tensor] = (),
+         pinned: Iterable[str] = ()) -> Found:
+    """Clusters of a graph.
+
+    ``keep`` names nodes whose every output must exist afterwards; ``read`` lists tensors that are read
+    from outside the graph (a function's results); ``pinned`` names nodes that must run.
+    """
+    net = _Net(infos, frozenset(keep), frozenset(read), frozenset(pinned))
+    groups = _merge_neighbours(net, _components(net))
+    reasons: dict[str, str] = {}
+    kept: list[list[str]] = []
+    for group in groups:
+        why = _not_worth_it(net, group, options)
+        if why is None:
+            kept.append(group)
+        else:
+            reasons.update(dict.fromkeys(group, why))
+    clusters, live = _extract(net, kept)
+    covered = {n for c in clusters for n in c.nodes}
+    left = [LeftOut(i.name, i.op, i.why or reasons.get(i.name, "it computes only a shape that TensorFlow's ops read"))
+            for i in net.order if i.name not in covered and i.computes]
+    return Found(clusters, left, frozenset(covered - live))
+
+
+@dataclass
+class _Net:
+    """The graph with what is derived of it once: order, contexts, kinds and effective edges."""
+
+    infos: Sequence[NodeInfo]
+    keep: frozenset[str]
+    read: frozenset[Tensor]
+    pinned: frozenset[str]
+    by_name: dict[str, NodeInfo] = field(init=False)
+    order: list[NodeInfo] = field(init=False)
+    context: dict[str, Context] = field(init=False)
+    chain: set[str] = field(init=False)      # shape arithmetic above Shape ops
+    member: set[str] = field(init=False)
+    leaves: dict[str, tuple[str, ...]] = field(init=False)  # of a chain node: the Shape ops it rests on
+    ties: dict[str, tuple[str, ...]] = field(init=False)    # of a chain node: controls that its copy keeps
+    before: dict[str, tuple[str, ...]] = field(init=False)  # effective predecessors
+
+    def __post_init__(self) -> None:
+        self.by_name = {i.name: i for i in self.infos}
+        self.order = _topological(self.by_name)
+        self.context = contexts((Flow(i.name, i.op, i.inputs, i.controls, i.frame_name) for i in self.order),
+                                {i.name: i.op for i in self.order})
+        self.position = {i.name: k for k, i in enumerate(self.order)}
+        self.readers: dict[str, list[str]] = {n: [] for n in self.by_name}
+        for i in self.order:
+            for src in dict.fromkeys((*(s for s, _ in i.inputs), *i.controls)):
+                self.readers[src].append(i.name)
+        self.chain, self.member, self.leaves, self.ties, self.before = set(), set(), {}, {}, {}
+        for i in self.order:
+            self._classify(i)
+
+    def is_copy(self, name: str) -> bool:
+        """Copied into its readers (Shape ops are decided per cluster)."""
+        return name in self.chain or self.by_name[name].small_const
+
+    def key(self, name: str) -> tuple[str, Context]:
+        return self.by_name[name].device, self.context[name]
+
+    def _classify(self, i: NodeInfo) -> None:
+        name = i.name
+        if i.why is None and not i.small_const:
+            if self._is_chain(i):
+                self.chain.add(name)
+                found = dict.fromkeys(leaf for src, _ in i.inputs for leaf in self._leaves_of(src))
+                self.leaves[name] = tuple(found)
+                tied = [c for src, _ in i.inputs for c in (*self.ties.get(src, ()), *self.copy_controls(src))]
+                self.ties[name] = tuple(dict.fromkeys([*tied, *self.copy_controls(name)]))
+            elif i.op not in SHAPE_OPS or self._shape_of_member(i):
+                self.member.add(name)
+        before = dict.fromkeys(i.controls)
+        for src, _ in i.inputs:
+            if is_back_edge(self.by_name[src].op, i.op):
+                continue
+            before.update(dict.fromkeys(self._effective(src, name)))
+        self.before[name] = tuple(n for n in before if not self.by_name[n].small_const)
+
+    def _is_chain(self, i: NodeInfo) -> bool:
+        return i.symbolic and i.small_integer and bool(i.inputs) and i.name not in self.keep and all(
+            self.by_name[src].op in SHAPE_OPS or src in self.chain or self.by_name[src].small_const
+            for src, _ in i.inputs) and any(not self.by_name[src].small_const for src, _ in i.inputs)
+
+    def _shape_of_member(self, i: NodeInfo) -> bool:
+        sources = {src for src, _ in i.inputs}
+        return all(s in self.member and self.key(s) == self.key(i.name) for s in sources)
+
+    def _leaves_of(self, name: str) -> tuple[str, ...]:
+        return (name,) if self.by_name[name].op in SHAPE_OPS else self.leaves.get(name, ())
+
+    def _effective(self, src: str, reader: str) -> list[str]:
+        """What ``reader`` waits for through ``src``: copies stand for what they read."""
+        if reader not in self.member and reader not in self.chain:
+            return [src]
+        if src in self.chain:
+            return [n for leaf in self.leaves[src] for n in self._effective(leaf, reader)] + [*self.ties[src]]
+        controls = self.copy_controls(src)
+        if self.by_name[src].op in SHAPE_OPS and src not in self.member:
+            return [s for s, _ in self.by_name[src].inputs if not self.by_name[s].small_const] + controls
+        return [src, *controls]
+
+    def copy_controls(self, name: str) -> list[str]:
+        """Control inputs that a copy of a pure node must keep: those that tie it to a loop or branch."""
+        if self.context[name].is_root or not (self.is_copy(name) or self.by_name[name].op in SHAPE_OPS):
+            return []
+        return list(self.by_name[name].controls)
+
+
+def _topological(by_name: Mapping[str, NodeInfo]) -> list[NodeInfo]:
+    """Operands first, back edges left out; ties in the graph's own order (Kahn's algorithm)."""
+    waiting: dict[str, int] = {}
+    readers: dict[str, list[str]] = {n: [] for n in by_name}
+    for i in by_name.values():
+        sources = {s for s, _ in i.inputs if not is_back_edge(by_name[s].op, i.op)} | set(i.controls)
+        waiting[i.name] = len(sources)
+        for s in sorted(sources):
+            readers[s].append(i.name)
+    ready = [n for n in by_name if not waiting[n]]
+    order: list[NodeInfo] = []
+    for name in ready:  # grows while it is walked
+        order.append(by_name[name])
+        for r in readers[name]:
+            waiting[r] -= 1
+            if not waiting[r]:
+                ready.append(r)
+    if len(order) != len(by_name):
+        stuck = next(n for n in by_name if waiting[n])
+        raise ValueError(f"The graph has a cycle through node '{stuck}' that is no while loop; it cannot be run.")
+    return order
+
+
+class _Sets:
+    """Disjoint sets of names (union-find with path halving)."""
+
+    def __init__(self, names: Iterable[str]):
+        self.parent = {n: n for n in names}
+
+    def find(self, name: str) -> str:
+        while self.parent[name] != name:
+            self.parent[name] = self.parent[self.parent[name]]
+            name = self.parent[name]
+        return name
+
+    def join(self, a: str, b: str) -> None:
+        self.parent[self.find(b)] = self.find(a)
+
+
+def _components(net: _Net) -> list[list[str]]:
+    """Step 1: connected members of equal depth."""
+    depth: dict[str, int] = {}
+    sets = _Sets(n for n in net.by_name if n in net.member)
+    for i in net.order:
+        name, level = i.name, 0
+        for b in net.before[name]:
+            level = max(level, depth[b] + _is_break(net, b, name))
+        depth[name] = level
+        for b in net.before[name]:
+            if depth[b] == level and not _is_break(net, b, name):
+                sets.join(b, name)
+    groups: dict[str, list[str]] = {}
+    for i in net.order:
+        if i.name in net.member:
+            groups.setdefault(sets.find(i.name), []).append(i.name)
+    return list(groups.values())
+
+
+def _is_break(net: _Net, a: str, b: str) -> bool:
+    return a not in net.member or b not in net.member or net.key(a) != net.key(b)
+
+
+def _merge_neighbours(net: _Net, groups: list[list[str]]) -> list[list[str]]:
+    """Step 2: greedy merging along edges, with exact reachability."""
+    unit_of: dict[str, int] = {}
+    for k, group in enumerate(groups):
+        unit_of.update(dict.fromkeys(group, k))
+    for i in net.order:
+        unit_of.setdefault(i.name, len(groups) + len(unit_of))  # a unit of its own; ids need only differ
+    graph = _UnitGraph(net, unit_of)
+    owner = {k: k for k in range(len(groups))}
+    for i in net.order:
+        for b in net.before[i.name]:
+            if b in net.member and i.name in net.member and net.key(b) == net.key(i.name):
+                x, y = _root(owner, unit_of[b]), _root(owner, unit_of[i.name])
+                if x != y and graph.can_merge(x, y):
+                    graph.merge(x, y)
+                    owner[y] = x
+    merged: dict[int, list[str]] = {}
+    for k, group in enumerate(groups):
+        merged.setdefault(_root(owner, k), []).extend(group)
+    return [sorted(g, key=net.position.__getitem__) for g in merged.values()]
+
+
+def _root(owner: dict[int, int], k: int) -> int:
+    while owner[k] != k:
+        k = owner[k]
+    return k
+
+
+class _UnitGraph:
+    """The graph of clusters and single nodes, with the set of units that each one reaches (itself included)."""
+
+    def __init__(self, net: _Net, unit_of: Mapping[str, int]):
+        self.bit = {u: 1 << k for k, u in enumerate(dict.fromkeys(unit_of[i.name] for i in net.order))}
+        self.after: dict[int, set[int]] = {u: set() for u in self.bit}
+        for i in net.order:
+            for b in net.before[i.name]:
+                if unit_of[b] != unit_of[i.name]:
+                    self.after[unit_of[b]].add(unit_of[i.name])
+        self.reach: dict[int, int] = {}
+        for u in _reverse_order(self.after):
+            self.reach[u] = self.bit[u]
+            for v in self.after[u]:
+                self.reach[u] |= self.reach[v]
+
+    def can_merge(self, a: int, b: int) -> bool:
+        """No path a -> x -> b through another unit x (there is an edge a -> b)."""
+        return not any(self.reach[x] & self.bit[b] for x in self.after[a] if x != b)
+
+    def merge(self, a: int, b: int) -> None:
+        """Puts b into a."""
+        self.after[a] = (self.after[a] | self.after.pop(b)) - {a, b}
+        for u, successors in self.after.items():
+            if b in successors:
+                successors.discard(b)
+                if u != a:
+                    successors.add(a)
+        self.reach[a] |= self.reach[b]
+        self.bit[a] |= self.bit.pop(b)
+        joint, reach = self.bit[a], self.reach[a]
+        del self.reach[b]
+        for u, r in self.reach.items():
+            if r & joint:
+                self.reach[u] = r | reach
+
+
+def _reverse_order(after: Mapping[int, set[int]]) -> list[int]:
+    """Units, successors first."""
+    waiting = {u: len(s) for u, s in after.items()}
+    before: dict[int, list[int]] = {u: [] for u in after}
+    for u, successors in after.items():
+        for v in successors:
+            before[v].append(u)
+    order = [u for u, n in waiting.items() if not n]
+    for u in order:  # grows while it is walked
+        for p in before[u]:
+            waiting[p] -= 1
+            if not waiting[p]:
+                order.append(p)
+    if len(order) != len(after):
+        raise AssertionError("clusters of equal depth form a cycle")
+    return order
+
+
+def _not_worth_it(net: _Net, group: list[str], options: Options) -> str | None:
+    """Why a cluster would cost more than it saves, or None."""
+    compute = [n for n in group if net.by_name[n].computes]
+    if len(compute) < options.min_ops:
+        return f"a cluster of {len(compute)} compute ops is not worth an op of its own (min_ops={options.min_ops})"
+    if all(net.by_name[n].small_integer for n in compute):
+        return "it only counts or compares a few integers"
+    return None
+
+
+def _extract(net: _Net, groups: list[list[str]]) -> tuple[list[Cluster], set[str]]:
+    """Inputs, outputs and copies of each group; and the nodes outside that stay."""
+    groups = [g for g in groups if _is_read(net, g)]
+    owner = {n: k for k, g in enumerate(groups) for n in g}
+    direct = {t for i in net.order if not net.is_copy(i.name) for t in i.inputs
+              if t[0] in owner and owner.get(i.name) != owner[t[0]] and i.op not in SHAPE_OPS} | net.read
+    parts = [_part(net, k, group, owner, direct) for k, group in enumerate(groups)]
+    live = _live_originals(net, owner, parts)
+    wanted = _wanted(net, live, parts)
+    clusters = []
+    for k, (group, part) in enumerate(zip(groups, parts, strict=True)):
+        outputs = tuple((n, p) for n in group for p in range(net.by_name[n].outputs) if (n, p) in wanted)
+        nodes = tuple(sorted({*group, *part.copies}, key=net.position.__getitem__))
+        before = dict.fromkeys(c for n in group for c in net.by_name[n].controls if owner.get(c) != k)
+        before.update(part.controls)
+        clusters.append(Cluster(nodes, frozenset(part.copies), tuple(part.inputs), outputs, tuple(before),
+                                net.by_name[group[0]].device, sum(net.by_name[n].computes for n in group)))
+    return sorted(clusters, key=lambda c: net.position[c.root]), live
+
+
+def _is_read(net: _Net, group: list[str]) -> bool:
+    """False for dead code of a function body (TensorFlow prunes it)."""
+    inside = set(group)
+    return any(n in net.keep or n in net.pinned or any(t[0] == n for t in net.read) or
+               any(r not in inside for r in net.readers[n]) for n in group)
+
+
+@dataclass
+class _Part:
+    inputs: dict[Tensor, None] = field(default_factory=dict)
+    copies: dict[str, None] = field(default_factory=dict)
+    controls: dict[str, None] = field(default_factory=dict)
+
+
+def _part(net: _Net, k: int, group: list[str], owner: Mapping[str, int], direct: set[Tensor]) -> _Part:
+    """What group ``k`` reads, shape arithmetic and small constants copied in."""
+    part = _Part()
+    stack = [(t, False) for n in reversed(group) for t in reversed(net.by_name[n].inputs)]
+    while stack:
+        (src, port), exact = stack.pop()
+        if owner.get(src) == k or src in part.copies:
+            continue
+        info = net.by_name[src]
+        exact = exact or info.op == "BroadcastGradientArgs"  # must see its shapes symbolically
+        if net.is_copy(src) or (info.op in SHAPE_OPS and _copy_shape(info, owner, direct, exact)):
+            part.copies[src] = None
+            part.controls.update((c, None) for c in net.copy_controls(src) if owner.get(c) != k)
+            stack.extend((t, exact) for t in reversed(info.inputs))
+        else:
+            part.inputs[(src, port)] = None
+    return part
+
+
+def _copy_shape(info: NodeInfo, owner: Mapping[str, int], direct: set[Tensor], exact: bool) -> bool:
+    """A Shape op is copied when its operand is in memory anyway; else its owner hands over the shape itself."""
+    return info.why is None and (exact or all(t[0] not in owner or t in direct for t in info.inputs))
+
+
+def _wanted(net: _Net, live: set[str], parts: list[_Part]) -> set[Tensor]:
+    """Tensors of members that something outside their cluster reads."""
+    wanted: set[Tensor] = set(net.read)
+    for part in parts:
+        wanted.update(part.inputs)
+    wanted.update((n, p) for n in net.keep if n in net.by_name for p in range(net.by_name[n].outputs))
+    for name in live:
+        wanted.update(net.by_name[name].inputs)
+    return wanted
+
+
+def _live_originals(net: _Net, owner: Mapping[str, int], parts: list[_Part]) -> set[str]:
+    """Nodes outside the clusters that stay: all but copied ones that nothing outside reads any more."""
+    live: set[str] = set()
+    needed = {n for n, _ in net.read} | net.keep | net.pinned | {n for part in parts for n, _ in part.inputs}
+    for i in reversed(net.order):
+        if i.name in owner:
+            needed.update(i.controls)
+        elif i.name in needed or not (net.is_copy(i.name) or i.op in SHAPE_OPS):
+            live.add(i.name)
+            needed.update(n for n, _ in i.inputs)
+            needed.update(i.controls)
+    return live

@@ -1,0 +1,463 @@
+"""Splices StitchedProgram nodes into a GraphDef and the functions of its library.
+
+For each graph: find clusters, import them, compile all programs together, then splice.  A node that cannot be
+imported is left to TensorFlow with the reason, and the clusters of its graph are found anew without it.
+"""
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
+
+from .. import compiler
+from ..errors import StitchError
+from ..ir.graph import Graph
+from ..options import Options
+from ..program import serialize
+from ..program.program import KernelStep, Program
+from ..report import ClusterReport, GraphReport, LeftNode, Report
+from ..schedule.target import of_options
+from . import clusters, lower
+from .clusters import Cluster, Found, NodeInfo, Tensor
+from .importer import import_cluster
+from .view import GraphView
+
+Progress = Callable[[int, int, str], None]
+
+OP = "StitchedProgram"
+OUTPUT_ARG = "results"
+FALLBACK_MARK = "_tf_stitch_fallback"
+FALLBACK_PREFIX = "tf_stitch_fallback_"
+MAX_ROUNDS = 40  # of finding clusters again after a node turned out not to be importable
+
+
+def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, functions: bool = True,
+            keep_ends: bool = True, progress: Progress | None = None) -> tuple[graph_pb2.GraphDef, Report]:
+    """A rewritten copy of a graph, and what was done.
+
+    Args:
+      graph_def: the graph; it is not changed.
+      options: see :class:`tf_stitch.options.Options`.
+      functions: rewrite the functions of the library too.
+      keep_ends: nodes that nothing reads keep their names (they may be fetched).
+      progress: called with (steps done, steps in all, what was just done).
+
+    What cannot be stitched stays as it is, with the reason in the report.
+    """
+    options = options or Options()
+    out = graph_pb2.GraphDef()
+    out.CopyFrom(graph_def)
+    places = [_Place("", graph_def, GraphView(graph_def), options, keep_ends)]
+    if functions:
+        untouchable = _untouchable(graph_def)
+        for fdef in graph_def.library.function:
+            why = untouchable.get(fdef.signature.name)
+            view = None if why else GraphView(fdef, graph_def.library)
+            places.append(_Place(fdef.signature.name, fdef, view, options, False, why))
+    for place in places:
+        place.plan()
+    _compile(places, options, progress)
+    functions_out = {f.signature.name: f for f in out.library.function}
+    for place in places:
+        for fallback in place.splice(functions_out.get(place.name, out)):
+            if fallback.signature.name not in functions_out:
+                out.library.function.append(fallback)
+                functions_out[fallback.signature.name] = out.library.function[-1]
+    return out, Report([p.report() for p in places if p.why_untouched != _IS_FALLBACK])
+
+
+_IS_FALLBACK = "it is the fallback of a stitched op"
+
+
+def _untouchable(graph: graph_pb2.GraphDef) -> dict[str, str]:
+    """Functions that must stay as they are, with the reason."""
+    library = {f.signature.name: f for f in graph.library.function}
+    out = {}
+    for name, f in library.items():
+        if f.attr[FALLBACK_MARK].b if FALLBACK_MARK in f.attr else False:
+            out[name] = _IS_FALLBACK
+        elif f.signature.attr:
+            out[name] = "its types are not fixed"
+    stack = [n for n, f in library.items() if _is_xla(f.attr)]
+    nodes = itertools.chain(graph.node, *(f.node_def for f in library.values()))
+    stack.extend(called for node in nodes if _is_xla(node.attr) for called in _called(node))
+    while stack:
+        name = stack.pop()
+        if name in library and name not in out:
+            out[name] = "XLA compiles it (jit_compile=True)"
+            stack.extend(called for node in library[name].node_def for called in _called(node))
+    return out
+
+
+def _is_xla(attrs) -> bool:
+    return "_XlaMustCompile" in attrs and attrs["_XlaMustCompile"].b
+
+
+def _called(node: node_def_pb2.NodeDef) -> Iterator[str]:
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        for f in value.list.func:
+            yield f.name
+
+
+@dataclass
+class _Job:
+    """A cluster on its way to becoming a node."""
+
+    cluster: Cluster
+    graph: Graph
+    program: Program
+    code: dict[str, bytes] | None = None
+
+
+@dataclass
+class _Place:
+    """One graph or function body, and what becomes of it."""
+
+    name: str
+    source: graph_pb2.GraphDef | function_pb2.FunctionDef
+    view: GraphView | None
+    options: Options
+    keep_ends: bool
+    why_untouched: str | None = None
+    jobs: list[_Job] = field(default_factory=list)
+    found: Found = field(default_factory=lambda: Found([], [], frozenset()))
+    infos: list[NodeInfo] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)  # job -> stitched node
+    nodes_after: int = -1
+
+    # --- finding -------------------------------------------------------------------------------------
+
+    def plan(self) -> None:
+        """Finds clusters until every one of them imports and has a program."""
+        if self.view is None:
+            return
+        if any(n.op == OP for n in self.view):
+            self.why_untouched = "it is stitched already"
+            return
+        try:
+            self.infos = clusters.describe(self.view, self.options)
+        except Exception as e:  # nothing that happens here may break the model
+            self._give_up(_sentence(e))
+        else:
+            self.settle()
+
+    def _give_up(self, why: str) -> None:
+        self.why_untouched, self.jobs, self.found = why, [], Found([], [], frozenset())
+
+    def settle(self) -> None:
+        """Finds the clusters of what is not excluded; gives the graph up after an unexpected error."""
+        try:
+            self._settle()
+        except Exception as e:
+            self._give_up(_sentence(e))
+
+    def _settle(self) -> None:
+        done: dict[Cluster, _Job] = {}
+        for _ in range(MAX_ROUNDS):
+            self.found = self._find()
+            failed: dict[str, str] = {}
+            for c in self.found.clusters:
+                if c not in done:
+                    try:
+                        done[c] = self._job(c)
+                    except Exception as e:
+                        failed.update(self._blame(c, e))
+            self.jobs = [done[c] for c in self.found.clusters if c in done]
+            if not failed:
+                return
+            self.exclude(failed)
+        raise StitchError(f"too many nodes could not be imported (more than {MAX_ROUNDS} rounds)")
+
+    def exclude(self, reasons: dict[str, str]) -> None:
+        """Leaves nodes to TensorFlow."""
+        self.infos = [replace(i, why=reasons[i.name], small_const=False) if i.name in reasons else i
+                      for i in self.infos]
+
+    def _find(self) -> Found:
+        view = self.view
+        assert view is not None
+        keep = set(self.options.keep) if not view.is_function else set()
+        if self.keep_ends:
+            keep |= {n.name for n in view if not view.consumers(n.name) and not view.control_consumers(n.name)}
+        return clusters.find(self.infos, self.options, keep, view.rets if view.is_function else (), view.control_rets)
+
+    def _job(self, c: Cluster) -> _Job:
+        assert self.view is not None
+        graph = import_cluster(self.view, c.nodes, list(c.inputs), list(c.outputs), c.root)
+        return _Job(c, graph, compiler.build_program(graph, of_options(self.options)))
+
+    def _blame(self, c: Cluster, error: Exception) -> dict[str, str]:
+        """The nodes to leave out after an error: the one that the error names, else the whole cluster."""
+        text = _sentence(error)
+        named = [n for n in c.nodes if text.startswith(f"Node '{n}' ")]
+        return dict.fromkeys(named or c.members, text)
+
+    # --- splicing ------------------------------------------------------------------------------------
+
+    def splice(self, target: graph_pb2.GraphDef | function_pb2.FunctionDef) -> list[function_pb2.FunctionDef]:
+        """Replaces the clusters' nodes in ``target``; returns the fallback functions that the new nodes need."""
+        if self.view is None or not self.jobs:
+            return []
+        taken = set(self.view.nodes)
+        moved: dict[Tensor, str] = {}
+        moved_control: dict[str, str] = {}
+        for k, job in enumerate(self.jobs):
+            name = _unique(f"{job.cluster.root}/stitched", taken)
+            self.names[k] = name
+            moved.update((t, self._output_text(name, i)) for i, t in enumerate(job.cluster.outputs))
+            moved_control.update(dict.fromkeys(job.cluster.members, name))
+        edit = _Edit(self.view, moved, moved_control, self.found.removed)
+        fallbacks = [_fallback(self.view, job.cluster) for job in self.jobs]
+        at_root = {job.cluster.root: k for k, job in enumerate(self.jobs)}
+        kept = self._kept()
+        result: list[node_def_pb2.NodeDef] = []
+        for node in _nodes_of(self.source):
+            if node.name in at_root:
+                k = at_root[node.name]
+                result.append(_stitched_node(self.names[k], self.jobs[k], fallbacks[k], edit, self.options))
+            if node.name in kept:
+                result.append(edit.stand_in(node.name))
+            elif node.name not in self.found.removed:
+                result.append(edit.node(node))
+        nodes = _nodes_of(target)
+        del nodes[:]
+        nodes.extend(result)
+        self.nodes_after = len(result)
+        if isinstance(target, function_pb2.FunctionDef):
+            edit.function_ends(target)
+        return fallbacks
+
+    def _output_text(self, name: str, port: int) -> str:
+        assert self.view is not None
+        if self.view.is_function:
+            return f"{name}:{OUTPUT_ARG}:{port}"
+        return f"{name}:{port}" if port else name
+
+    def _kept(self) -> set[str]:
+        """Members whose name must live on."""
+        assert self.view is not None
+        members = {n for job in self.jobs for n in job.cluster.members}
+        if self.view.is_function:
+            return set()
+        ends = {n for n in members if self.keep_ends and not self.view.consumers(n)
+                and not self.view.control_consumers(n)}
+        return ends | (members & set(self.options.keep))
+
+    # --- reporting -----------------------------------------------------------------------------------
+
+    def report(self) -> GraphReport:
+        if self.view is None or not self.infos:
+            ops = len(_nodes_of(self.source))
+            return GraphReport(self.name, self.why_untouched, ops, ops, 0, [], [], [])
+        compute = [i for i in self.infos if i.computes]
+        free = {i.name for i in compute if not lower.is_contraction(i.op)}
+        reports = [self._cluster_report(k, job) for k, job in enumerate(self.jobs)]
+        left = [LeftNode(x.node, x.op, x.reason, lower.is_contraction(x.op)) for x in self.found.left]
+        before = len(_nodes_of(self.source))
+        after = before if self.nodes_after < 0 else self.nodes_after
+        return GraphReport(self.name, self.why_untouched, before, after, len(free), reports, left, self._edges())
+
+    def _cluster_report(self, k: int, job: _Job) -> ClusterReport:
+        assert self.view is not None
+        ops = {i.name: i for i in self.infos}
+        kernels = [s.origin or s.kernel for s in job.program.steps if isinstance(s, KernelStep)]
+        nodes = [(n, ops[n].op) for n in job.cluster.members]
+        stitched = [n for n, op in nodes if ops[n].computes and not lower.is_contraction(op)]
+        c = job.cluster
+        return ClusterReport(self.names.get(k, c.root), nodes, len(stitched), kernels, [_tensor_text(t) for t in c.inputs],
+                             [_tensor_text(t) for t in c.outputs], len(job.program.guards))
+
+    def _edges(self) -> list[tuple[str, str]]:
+        """Data edges between clusters and the compute nodes left out, by name; other nodes are looked through."""
+        assert self.view is not None
+        box = {n: self.names.get(k, j.cluster.root) for k, j in enumerate(self.jobs) for n in j.cluster.members}
+        box.update((x.node, x.node) for x in self.found.left)
+        behind: dict[str, set[str]] = {}
+        edges: dict[tuple[str, str], None] = {}
+        for n in self.view:
+            sources = {s for ref in n.inputs for s in behind.get(ref[0], ())}
+            if n.name in box:
+                edges.update(((s, box[n.name]), None) for s in sorted(sources) if s != box[n.name])
+                behind[n.name] = {box[n.name]}
+            else:
+                behind[n.name] = sources
+        return list(edges)
+
+
+def _nodes_of(graph: graph_pb2.GraphDef | function_pb2.FunctionDef):
+    return graph.node_def if isinstance(graph, function_pb2.FunctionDef) else graph.node
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, StitchError) else f"{type(error).__name__}: {text}"
+
+
+def _tensor_text(t: Tensor) -> str:
+    return f"{t[0]}:{t[1]}" if t[1] else t[0]
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    for k in itertools.count():
+        candidate = f"{name}_{k}" if k else name
+        if candidate not in taken:
+            taken.add(candidate)
+            return candidate
+    raise AssertionError
+
+
+def _compile(places: Iterable[_Place], options: Options, progress: Progress | None) -> None:
+    """Machine code for every program; a cluster whose code does not compile goes back to TensorFlow."""
+    tell = progress or (lambda done, total, what: None)
+    places = list(places)
+    jobs = [j for p in places for j in p.jobs]
+    texts = [j.program.text for j in jobs]
+    try:
+        code = compiler.compile_texts(texts, options, tell)
+        bad: dict[str, str] = {}
+    except Exception:
+        code, bad = _compile_one_by_one(texts, options)
+    while bad:
+        for place in places:
+            failed = {n: bad[j.program.text] for j in place.jobs if j.program.text in bad for n in j.cluster.members}
+            if failed:
+                place.exclude(failed)
+                place.settle()
+        fresh = [j.program.text for p in places for j in p.jobs if j.program.text not in code]
+        more, bad = _compile_one_by_one(fresh, options)
+        code.update(more)
+    for place in places:
+        for job in place.jobs:
+            job.code = code[job.program.text]
+
+
+def _compile_one_by_one(texts: Iterable[str], options: Options) -> tuple[dict[str, dict[str, bytes]], dict[str, str]]:
+    code: dict[str, dict[str, bytes]] = {}
+    bad: dict[str, str] = {}
+    for text in dict.fromkeys(texts):
+        try:
+            code.update(compiler.compile_texts([text], options, lambda done, total, what: None))
+        except Exception as e:
+            bad[text] = _sentence(e)
+    return code, bad
+
+
+class _Edit:
+    """Rewires references to nodes that are gone."""
+
+    def __init__(self, view: GraphView, moved: dict[Tensor, str], moved_control: dict[str, str],
+                 removed: frozenset[str]):
+        self.view, self.moved, self.moved_control, self.removed = view, moved, moved_control, removed
+
+    def text(self, ref: Tensor) -> str:
+        return self.moved.get(ref) or self.view.ref_text(ref)
+
+    def control(self, name: str) -> str:
+        return f"^{self.moved_control.get(name, name)}"
+
+    def node(self, node: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
+        """The node with its references brought up to date (the same object when there is nothing to do)."""
+        seen = self.view[node.name]
+        loc = [s for s in node.attr["_class"].list.s] if "_class" in node.attr else []
+        touched = any(r in self.moved for r in seen.inputs) or any(c in self.moved_control for c in seen.control_inputs)
+        gone = any(_located(s) in self.removed for s in loc)
+        if not touched and not gone:
+            return node
+        out = node_def_pb2.NodeDef()
+        out.CopyFrom(node)
+        if touched:
+            texts = [self.moved.get(ref, text) for ref, text in zip(seen.inputs, node.input, strict=False)]
+            controls = dict.fromkeys(self.control(c) for c in seen.control_inputs)
+            del out.input[:]
+            out.input.extend([*texts, *controls])
+        if gone:
+            self._relocate(out, loc)
+        return out
+
+    def _relocate(self, node: node_def_pb2.NodeDef, loc: list[bytes]) -> None:
+        """Colocation with a removed node: with the op that took its place, else none."""
+        kept = [f"loc:@{self.moved_control.get(_located(s), _located(s))}".encode() if _located(s) else s
+                for s in loc if _located(s) not in self.removed or _located(s) in self.moved_control]
+        del node.attr["_class"].list.s[:]
+        node.attr["_class"].list.s.extend(kept)
+        if not kept:
+            del node.attr["_class"]
+
+    def stand_in(self, name: str) -> node_def_pb2.NodeDef:
+        """A node of the old name that hands on the results of the stitched op."""
+        ports = range(self.view.num_outputs(name))
+        types = [tf.as_dtype(self.view.dtype((name, p))).as_datatype_enum for p in ports]
+        out = node_def_pb2.NodeDef(name=name, op="Identity" if len(types) == 1 else "IdentityN",
+                                   input=[self.text((name, p)) for p in ports], device=self.view[name].device)
+        if len(types) == 1:
+            out.attr["T"].type = types[0]
+        else:
+            out.attr["T"].list.type.extend(types)
+        return out
+
+    def function_ends(self, fdef: function_pb2.FunctionDef) -> None:
+        """Points a function's results to where they are computed now."""
+        for arg, ref in zip(fdef.signature.output_arg, self.view.rets, strict=True):
+            if ref in self.moved:
+                fdef.ret[arg.name] = self.moved[ref]
+        for key, name in list(fdef.control_ret.items()):
+            fdef.control_ret[key] = self.moved_control.get(name, name)
+
+
+def _located(colocation: bytes) -> str:
+    return colocation.decode().removeprefix("loc:@") if colocation.startswith(b"loc:@") else ""
+
+
+def _types(view: GraphView, refs: Iterable[Tensor]) -> list[int]:
+    return [tf.as_dtype(view.dtype(r)).as_datatype_enum for r in refs]
+
+
+def _stitched_node(name: str, job: _Job, fallback: function_pb2.FunctionDef, edit: _Edit,
+                   options: Options) -> node_def_pb2.NodeDef:
+    c, view = job.cluster, edit.view
+    controls = dict.fromkeys(edit.control(x) for x in c.controls)
+    node = node_def_pb2.NodeDef(name=name, op=OP, device=c.device,
+                                input=[*(edit.text(r) for r in c.inputs), *controls])
+    node.attr["Tin"].list.SetInParent()
+    node.attr["Tin"].list.type.extend(_types(view, c.inputs))
+    node.attr["Tout"].list.type.extend(_types(view, c.outputs))
+    node.attr["program"].s = serialize.dumps(replace(job.program, code=job.code or {}))
+    node.attr["fallback"].func.name = fallback.signature.name
+    node.attr["output_shapes"].list.shape.extend(tf.TensorShape(view.proven_shape(r)).as_proto() for r in c.outputs)
+    return node
+
+
+def _fallback(view: GraphView, c: Cluster) -> function_pb2.FunctionDef:
+    """The original nodes as a function; its name is a hash of what it holds, so equal ones are one."""
+    fdef = function_pb2.FunctionDef()
+    arg_of = {ref: f"arg_{i}" for i, ref in enumerate(c.inputs)}
+    for ref, enum in zip(c.inputs, _types(view, c.inputs), strict=True):
+        fdef.signature.input_arg.add(name=arg_of[ref], type=enum)
+    for i, enum in enumerate(_types(view, c.outputs)):
+        fdef.signature.output_arg.add(name=f"out_{i}", type=enum)
+    for name in c.nodes:
+        source = view[name]
+        node = fdef.node_def.add(name=name, op=source.op, input=[
+            arg_of.get(r) or _body_text(view, r) for r in source.inputs])
+        for key, value in source.proto.attr.items():
+            if not key.startswith("_"):
+                node.attr[key].CopyFrom(value)
+    for i, ref in enumerate(c.outputs):
+        fdef.ret[f"out_{i}"] = _body_text(view, ref)
+    fdef.attr[FALLBACK_MARK].b = True
+    digest = hashlib.sha256(fdef.SerializeToString(deterministic=True)).hexdigest()
+    fdef.signature.name = FALLBACK_PREFIX + digest[:20]
+    return fdef
+
+
+def _body_text(view: GraphView, ref: Tensor) -> str:
+    """How a function body names an output of a node."""
+    name, port = ref
+    arg, base = max(((a, b) for a, b in view.port_base(name).items() if b <= port), key=lambda item: item[1])
+    return f"{name}:{arg}:{port - base}"
