@@ -2,7 +2,7 @@
 
     "TFSP"  version: byte  crc32 of the rest: 4 bytes, little-endian
     8 sections in this order, each: tag: byte (1..8)  length  contents
-      1 names        count, strings                  every string below is an index into this list; then the program's name
+      1 names        count, strings                  strings below are indices into this list; then the program's name
       2 symbols      count, (name, flags: byte, param, index, [lo], [hi])   flags: 1 "value", 2 has lo, 4 has hi
       3 expressions  count, (op: byte, operands)     operands are earlier entries; see _OPS
       4 buffers      count, (kind: byte, index, dtype: byte, dims)          dtype: TensorFlow's DataType number
@@ -62,7 +62,7 @@ class _Writer:
             raise ProgramError(f"A size of {value} in the program does not fit into 64 bits.")
         self.unsigned(value << 1 if value >= 0 else (-value << 1) - 1)
 
-    def bytes(self, data: bytes) -> None:
+    def bytes(self, data: bytes | bytearray) -> None:
         self.unsigned(len(data))
         self.out += data
 
@@ -132,7 +132,7 @@ def dumps(program: Program, text: bool = True) -> bytes:
     w_guards.list(program.guards, lambda g: _write_guard(w_guards, g, names, exprs))
     w_symbols.list(list(program.symbols.items()), lambda s: _write_symbol(w_symbols, *s, names, exprs))
     w_exprs.list(list(exprs.table), lambda e: _write_expr(w_exprs, e))
-    w_code.list(sorted(program.code.items()), lambda c: (w_code.unsigned(names.number(c[0])), w_code.bytes(c[1])))
+    w_code.list(sorted(program.code.items()), lambda c: _write_code(w_code, *c, names))
     w_text.bytes(program.text.encode() if text else b"")
     w_names.list(list(names), lambda n: w_names.bytes(n.encode()))
     w_names.unsigned(name)
@@ -195,6 +195,11 @@ def _write_guard(w: _Writer, g: Guard, names: _Table, exprs: _Exprs) -> None:
     w.unsigned(exprs.number(g.a))
     w.unsigned(exprs.number(g.b))
     w.unsigned(names.number(g.reason))
+
+
+def _write_code(w: _Writer, target: str, code: bytes, names: _Table) -> None:
+    w.unsigned(names.number(target))
+    w.bytes(code)
 
 
 class _Reader:
