@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -46,6 +46,18 @@ def compile_many(graphs: Sequence[Graph], options: Options, target: Target | Non
     return [replace(p, code=code[p.text]) for p in programs]
 
 
+def compile_together(graphs: Sequence[Graph], options: Options, target: Target | None = None) -> list[Program]:
+    """As compile_many, but all kernels go into one text and the programs share its code.
+
+    One run of the compiler serves many small graphs; right where the code stays in this process (tests).
+    """
+    target = target or of_options(options)
+    laid = [lay_out(g, target) for g in graphs]
+    text = join_texts([k for _, kernels in laid for k in kernels])
+    code = compile_texts([text], options, lambda done, total, what: None)[text]
+    return [replace(p, code=code) for p, _ in laid]
+
+
 def compile_texts(texts: Sequence[str], options: Options, tell: Progress,
                   workers: int = 0) -> dict[str, dict[str, bytes]]:
     """Machine code by text and level.  Each compiler is a process, so threads are enough to run many."""
@@ -64,8 +76,19 @@ def compile_texts(texts: Sequence[str], options: Options, tell: Progress,
 
 def build_program(graph: Graph, target: Target) -> Program:
     """A program without machine code: its text is what both targets' compilers read."""
+    return lay_out(graph, target)[0]
+
+
+def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel]]:
+    """A program without machine code, and its kernels in the order they run."""
     graph = split_reductions(graph, target)
-    return _Assembler(graph).program(make_kernels(graph, target))
+    kernels = make_kernels(graph, target)
+    return _Assembler(graph).program(kernels), kernels
+
+
+def join_texts(kernels: Iterable[Kernel]) -> str:
+    """One text with every kernel once."""
+    return "\n".join({k.name: k.text for k in kernels}.values())
 
 
 def make_kernels(graph: Graph, target: Target) -> list[Kernel]:
@@ -120,6 +143,5 @@ class _Assembler:
         for k in kernels:
             self.add_kernel(k)
         self.add_aliases()
-        unique = {k.name: k.text for k in kernels}
         return Program(self.buffers, self.steps, dict(self.graph.symbols), list(self.graph.guards),
-                       "\n".join(unique.values()), name=self.graph.name)
+                       join_texts(kernels), name=self.graph.name)

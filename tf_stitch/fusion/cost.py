@@ -7,8 +7,10 @@ on one of them.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..ir import dims as D
 from ..ir.dims import Dim
@@ -55,7 +57,10 @@ def value_of(d: Dim, env: Mapping[str, int]) -> int:
     """``d`` in ``env``, unknown symbols taken as the larger nominal size; never negative."""
     if isinstance(d, int):
         return d
-    full = {s.name: env.get(s.name, NOMINAL_DIMS[-1]) for s in D.symbols(d)}
+    full = {}
+    for s in sorted(D.symbols(d), key=lambda s: s.name):
+        guess = env.get(s.name, NOMINAL_DIMS[-1])
+        full[s.name] = min(guess, s.hi) if isinstance(s.hi, int) else guess
     return max(0, D.evaluate(d, full))
 
 
@@ -85,6 +90,52 @@ def compute_ns(node: Node, machine: Machine, env: Mapping[str, int]) -> float:
     return count * machine.op_time.get(cost, machine.op_time[CHEAP])
 
 
+@dataclass(frozen=True)
+class Load:
+    """Independent blocks that together take ``ns`` on one core."""
+
+    blocks: int
+    ns: float
+
+
+def part_loads(scheduled: Any, machine: Machine, env: Mapping[str, int]) -> list[Load]:
+    """What each part of a schedule computes, recomputation in every block and every reader included.
+
+    Reads what schedule.build returns by attribute: parts of blocks, stages over boxes, and kept nodes.
+    """
+    return [Load(value_of(p.blocks, env), _part_ns(p, scheduled, machine, env))
+            for p in getattr(scheduled, "parts", ())]
+
+
+def _part_ns(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, int]) -> float:
+    blocks = value_of(part.blocks, env)
+    stop = part.kept | set(scheduled.inputs)
+    total = 0.0
+    for stage in part.stages:
+        sizes = [value_of(d, env) for d in stage.shape]
+        box = [min(size, value_of(extent, env)) for size, (_, extent) in zip(sizes, stage.box, strict=True)]
+        once = math.prod(sizes)
+        done = math.prod(box) * (1 if stage.hoisted else blocks)
+        repeats = max(1.0, done / once) if once and not stage.once else 1.0
+        for item in stage.items:
+            for n in _inlined(item, stop):
+                evaluations = min(once, value_of(n.size, env)) if n is not item.node else once
+                total += evaluations * repeats * machine.op_time.get(OPS[n.op].cost, machine.op_time[CHEAP])
+    return total
+
+
+def _inlined(item: Any, stop: set[Node]) -> list[Node]:
+    """The nodes that an item evaluates at every index: its own, and operands that are kept nowhere."""
+    found: dict[Node, None] = {item.node: None}
+    stack = [item.body] if item.body is not item.node else list(item.node.inputs)
+    while stack:
+        n = stack.pop()
+        if n not in found and n not in stop:
+            found[n] = None
+            stack.extend(n.inputs)
+    return [n for n in found if n.op != "param"]
+
+
 class CostModel:
     """Estimates for one target over nominal environments; times are summed over environments and core counts."""
 
@@ -100,15 +151,27 @@ class CostModel:
         """The time of one launch, in the units of group_ns."""
         return self.machine.launch * len(self.cores) * len(self.envs)
 
-    def group_ns(self, group: Group, blocks: Dim | None = None) -> float:
-        """Estimated time of a group's kernel; ``blocks`` None means enough for every core."""
-        total = 0.0
+    def group_ns(self, group: Group, scheduled: Any) -> float:
+        """Estimated time of a group's kernel under a schedule."""
+        loads = [part_loads(scheduled, self.machine, env) for env in self.envs]
+        if not all(loads):  # a schedule that says no more than its blocks
+            loads = [[Load(value_of(scheduled.blocks, env), w)]
+                     for env, w in zip(self.envs, self._least_work(group), strict=True)]
+        return self._total(group, loads)
+
+    def ideal_ns(self, group: Group) -> float:
+        """The same kernel if every node were computed once and there were blocks for every core."""
+        return self._total(group, [[Load(1 << 30, w)] for w in self._least_work(group)])
+
+    def _least_work(self, group: Group) -> list[float]:
+        return [sum(self._compute(n)[e] for n in group.nodes) for e in range(len(self.envs))]
+
+    def _total(self, group: Group, loads: list[list[Load]]) -> float:
         reads = self._reads(group)
-        for e, env in enumerate(self.envs):
-            compute = sum(self._compute(n)[e] for n in group.nodes)
+        total = 0.0
+        for e, parts in enumerate(loads):
             sizes = [read[e] for read in reads] + [self._bytes(n)[e] for n in group.outputs]
-            limit = None if blocks is None else max(1, value_of(blocks, env))
-            total += sum(self._one(compute, sizes, c if limit is None else min(c, limit)) for c in self.cores)
+            total += sum(self._one(parts, sizes, c) for c in self.cores)
         return total
 
     def _reads(self, group: Group) -> list[list[int]]:
@@ -121,12 +184,15 @@ class CostModel:
                     touched[i] = [t + b for t, b in zip(touched[i], self._bytes(part), strict=True)]
         return [[min(t, b) for t, b in zip(touched[i], self._bytes(i), strict=True)] for i in group.inputs]
 
-    def _one(self, compute: float, sizes: list[int], busy: int) -> float:
-        compute /= busy
+    def _one(self, parts: list[Load], sizes: list[int], cores: int) -> float:
+        work = sum(p.ns for p in parts)
+        longest = max(p.ns / max(1, min(cores, p.blocks)) for p in parts)
+        busy = max(1.0, min(cores, work / longest)) if longest else cores
+        compute = max(longest, work / cores)
         memory = sum(self._traffic_ns(size, busy) for size in sizes)
         return self.machine.launch + max(compute, memory) + 0.25 * min(compute, memory)
 
-    def _traffic_ns(self, size: int, busy: int) -> float:
+    def _traffic_ns(self, size: int, busy: float) -> float:
         m = self.machine
         if size <= m.cache_bytes:
             return size / (m.cache_bandwidth * busy)

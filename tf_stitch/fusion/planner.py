@@ -109,7 +109,7 @@ class Planner:
             scheduled = self.build(group, self.target)
         except Unschedulable:
             return None
-        return Planned(group, scheduled, self.model.group_ns(group, scheduled.blocks), self.model.group_ns(group))
+        return Planned(group, scheduled, self.model.group_ns(group, scheduled), self.model.ideal_ns(group))
 
     def planned(self, nodes: frozenset[Node]) -> Planned:
         found = self.candidate(nodes)
@@ -260,21 +260,25 @@ class Planner:
         return cheap or self.model.copy_ns(unit.nodes) < self.model.launches_ns
 
     def merge_layers(self) -> None:
-        """Merges independent groups of one layer that have the same blocks."""
+        """Merges independent groups of one layer into multi-output kernels; the same blocks go together first."""
         order = self.parts.in_order()
         for layer in spans(order, self.parts.producers).layers():
-            self._merge_layer([u for u in layer if not _alone(u)])
+            by_blocks: dict[Any, list[Unit]] = {}
+            for u in layer:
+                if not _alone(u):
+                    by_blocks.setdefault(self.planned(u.nodes).scheduled.blocks, []).append(u)
+            merged = [self._merge_all(same) for same in by_blocks.values()]
+            if len(merged) > 1:
+                self._merge_all(merged)
 
-    def _merge_layer(self, layer: list[Unit]) -> None:
-        by_blocks: dict[Any, list[Unit]] = {}
-        for u in layer:
-            by_blocks.setdefault(self.planned(u.nodes).scheduled.blocks, []).append(u)
-        for same in by_blocks.values():
-            kept = same[0]
-            for u in same[1:]:
-                both = frozenset((kept, u))
-                if not self.parts.makes_cycle(both) and self.pays(both):
-                    kept = self.parts.contract(both)
+    def _merge_all(self, units: list[Unit]) -> Unit:
+        """Merges into the first unit what pays; returns it."""
+        kept = units[0]
+        for u in units[1:]:
+            both = frozenset((kept, u))
+            if not self.parts.makes_cycle(both) and self.pays(both):
+                kept = self.parts.contract(both)
+        return kept
 
 
 def _alone(unit: Unit) -> bool:
