@@ -270,7 +270,8 @@ class _Place:
         nodes = [(n, ops[n].op) for n in job.cluster.members]
         stitched = [n for n, op in nodes if ops[n].computes and not lower.is_contraction(op)]
         c = job.cluster
-        return ClusterReport(self.names.get(k, c.root), nodes, len(stitched), kernels, [_tensor_text(t) for t in c.inputs],
+        return ClusterReport(self.names.get(k, c.root), nodes, len(stitched), kernels,
+                             [_tensor_text(t) for t in c.inputs],
                              [_tensor_text(t) for t in c.outputs], len(job.program.guards))
 
     def _edges(self) -> list[tuple[str, str]]:
