@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from . import dims as D
 from .dims import Dim
 from .dtypes import DTYPES
 from .graph import Node
-from .opdef import ALL, CHEAP, EXPENSIVE, FREE, NUM, IRError, OpDef, Type, register
+from .opdef import ALL, CHEAP, EXPENSIVE, FREE, NUM, IRError, OpDef, Type, d_kind, register
 
 Inputs, Attrs = Sequence[Node], Mapping[str, Any]
 MODES = ("error", "clip", "zero")
@@ -233,10 +234,10 @@ def _gather(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
 
 
 def _in_range(index: np.ndarray, size, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """Indices made safe, and which ones were in range; IndexError in mode "error"."""
+    """Indices made safe, and which ones were in range; IndexError in mode "error", or to clip to an empty dim."""
     index = index.astype(np.int64)
     valid = (index >= 0) & (index < size)
-    if mode == "error" and not valid.all():
+    if not valid.all() and (mode == "error" or (mode == "clip" and np.any(np.asarray(size) == 0))):
         raise IndexError(f"The index {index[~valid].flat[0]} is outside a dim of {size}.")
     return np.clip(index, 0, np.maximum(np.asarray(size) - 1, 0)), valid | (mode == "clip")
 
@@ -303,10 +304,7 @@ def identity(kind: str, dtype: str) -> np.ndarray:
 
 def _accumulate(x: np.ndarray) -> np.ndarray:
     """Floats in float64: the reference is to be the exact result, rounded once."""
-    return x if DTYPES_BY_NUMPY[x.dtype].kind != "float" else x.astype(np.float64)
-
-
-DTYPES_BY_NUMPY = {d.numpy: d for d in DTYPES.values()}
+    return x.astype(np.float64) if d_kind(x) == "float" else x
 
 
 def _reduce(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
@@ -334,15 +332,18 @@ def _arg_reduce(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
 
 
 def _eval_arg_reduce(arrays, attrs, shape, dtype):
-    """First index of the extreme.  NaN never wins, as in Eigen's reducer; 0 when nothing beats the start value."""
+    """First index of what beats the start value, the type's lowest (highest) finite number; else 0.
+
+    So NaN never wins and neither does -inf for max: that is Eigen's reducer.
+    """
     x, axis, d = arrays[0], attrs["axis"], DTYPES[dtype]
     if 0 in shape or x.shape[axis] == 0:
         return np.zeros(shape, d.numpy)
-    x = _accumulate(x)
-    pick = np.argmax if attrs["kind"] == "max" else np.argmin
-    if x.dtype.kind == "f":
-        x = np.where(np.isnan(x), -np.inf if attrs["kind"] == "max" else np.inf, x)
-    return np.asarray(pick(x, axis=axis)).astype(d.numpy)
+    is_max = attrs["kind"] == "max"
+    if d_kind(x) == "float":
+        limit = float(ml_dtypes.finfo(x.dtype).max) * (-1 if is_max else 1)
+        x = (np.fmax if is_max else np.fmin)(x.astype(np.float64), limit)
+    return np.asarray((np.argmax if is_max else np.argmin)(x, axis=axis)).astype(d.numpy)
 
 
 def _scan(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
