@@ -1,6 +1,7 @@
 """Builds IR graphs: NumPy broadcasting, fresh symbols for unknown dims, unification of dims that must agree."""
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Union
 
@@ -35,6 +36,7 @@ class Builder:
         self.origin = ""
         self.params: list[Node] = []
         self.symbols: dict[str, SymbolSource] = {}
+        self._numbers = itertools.count()
         self._unifier = Unifier()
         self._mentions: dict[str, list[Node]] = {}  # symbol name -> nodes whose shape or attrs hold it
 
@@ -102,7 +104,7 @@ class Builder:
         return tuple(self.resolve(d if isinstance(d, Expr) else int(d)) for d in dims)
 
     def _fresh(self, prefix: str, lo: int | None, source: SymbolSource) -> Dim:
-        name = f"{prefix}{len(self.symbols)}"
+        name = f"{prefix}{next(self._numbers)}"
         self.symbols[name] = source
         self._unifier.declare(Symbol(name, lo), derived=source.kind == "value")
         return D.symbol(name, lo)

@@ -274,7 +274,8 @@ def _eval_gather_nd(arrays, attrs, shape, dtype):
     if 0 in shape or x.size == 0:
         return np.zeros(shape, x.dtype)
     flat = x.reshape(n, *sizes, int(np.prod(rest, dtype=np.int64)))
-    index, keep = index.reshape(n, -1, depth), keep.all(axis=-1).reshape(n, -1, 1)
+    count = int(np.prod(raw.shape[batch:-1], dtype=np.int64))
+    index, keep = index.reshape(n, count, depth), keep.all(axis=-1).reshape(n, count, 1)
     out = flat[(np.arange(n)[:, None], *np.moveaxis(index, -1, 0))]
     return np.where(keep, out, np.zeros((), x.dtype)).reshape(shape)
 
