@@ -1,8 +1,8 @@
 // The Grappler hook: a custom graph optimizer named "tf_stitch" that hands each graph to Python.
 //
-// Python registers one callback (tf_stitch_set_rewriter).  The callback gets the serialized GraphDef, the
-// names that must survive and the item's id, and answers through tf_stitch_reply.  No answer, or no
-// callback, leaves the graph as it was: the optimizer never fails.
+// Python registers one callback (tf_stitch_set_rewriter).  It is first asked whether it wants an item at all
+// (no graph given), then gets the serialized GraphDef with the names that must survive, and answers through
+// tf_stitch_reply.  No callback or no answer leaves the graph as it was: the optimizer never fails.
 
 #include <atomic>
 #include <cstddef>
@@ -19,9 +19,10 @@
 
 namespace {
 
-// graph, keep (names, each ended by '\n'), item id, and the place for the answer.
-using Rewriter = void (*)(const char* graph, size_t graph_size, const char* keep, size_t keep_size,
-                          const char* id, void* answer);
+// Item id; graph (null: only asks whether the item is wanted); keep: names, each ended by '\n'; place for the answer.
+// Returns 0 when the item is not wanted.
+using Rewriter = int (*)(const char* id, const char* graph, size_t graph_size, const char* keep, size_t keep_size,
+                         void* answer);
 
 std::atomic<Rewriter> g_rewriter{nullptr};
 
@@ -34,9 +35,9 @@ struct Answer {
 
 extern "C" {
 
-__attribute__((visibility("default"))) void tf_stitch_set_rewriter(Rewriter rewriter) { g_rewriter.store(rewriter); }
+void tf_stitch_set_rewriter(Rewriter rewriter) { g_rewriter.store(rewriter); }
 
-__attribute__((visibility("default"))) void tf_stitch_reply(void* answer, const char* graph, size_t size) {
+void tf_stitch_reply(void* answer, const char* graph, size_t size) {
   auto* a = static_cast<Answer*>(answer);
   a->graph.assign(graph, size);
   a->given = true;
@@ -65,12 +66,12 @@ class StitchOptimizer : public CustomGraphOptimizer {
   absl::Status Optimize(Cluster*, const GrapplerItem& item, GraphDef* optimized) override {
     *optimized = item.graph;
     Rewriter rewriter = g_rewriter.load();
-    if (rewriter == nullptr) return absl::OkStatus();
+    if (rewriter == nullptr || rewriter(item.id.c_str(), nullptr, 0, nullptr, 0, nullptr) == 0) return absl::OkStatus();
     std::string keep;
     for (const std::string& name : item.NodesToPreserve()) keep += name + "\n";
     const std::string graph = Annotated(item).SerializeAsString();
     Answer answer;
-    rewriter(graph.data(), graph.size(), keep.data(), keep.size(), item.id.c_str(), &answer);
+    rewriter(item.id.c_str(), graph.data(), graph.size(), keep.data(), keep.size(), &answer);
     GraphDef result;
     if (answer.given && result.ParseFromString(answer.graph)) optimized->Swap(&result);
     return absl::OkStatus();

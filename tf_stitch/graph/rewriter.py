@@ -36,7 +36,8 @@ MAX_ROUNDS = 40  # of finding clusters again after a node turned out not to be i
 
 
 def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, functions: bool = True,
-            keep_ends: bool = True, progress: Progress | None = None) -> tuple[graph_pb2.GraphDef, Report]:
+            keep_ends: bool = True, only: Callable[[graph_pb2.GraphDef], frozenset[str]] | None = None,
+            progress: Progress | None = None) -> tuple[graph_pb2.GraphDef, Report]:
     """A rewritten copy of a graph, and what was done.
 
     Args:
@@ -44,6 +45,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
       options: see :class:`tf_stitch.options.Options`.
       functions: rewrite the functions of the library too.
       keep_ends: nodes that nothing reads keep their names (they may be fetched).
+      only: picks the nodes of the main graph that may be stitched (None: all of them).
       progress: called with (steps done, steps in all, what was just done).
 
     What cannot be stitched stays as it is, with the reason in the report.
@@ -58,6 +60,8 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
             why = untouchable.get(fdef.signature.name)
             view = None if why else GraphView(fdef, graph_def.library)
             places.append(_Place(fdef.signature.name, fdef, view, options, False, why))
+    if only is not None:
+        places[0].only = only(graph_def)
     for place in places:
         place.plan()
     _compile(places, options, progress)
@@ -71,6 +75,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
 
 
 _IS_FALLBACK = "it is the fallback of a stitched op"
+_OUTSIDE = "it is outside of the functions to be stitched"
 
 
 def _untouchable(graph: graph_pb2.GraphDef) -> dict[str, str]:
@@ -129,6 +134,7 @@ class _Place:
     found: Found = field(default_factory=lambda: Found([], [], frozenset()))
     infos: list[NodeInfo] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)  # job -> stitched node
+    only: frozenset[str] | None = None
     nodes_after: int = -1
 
     # --- finding -------------------------------------------------------------------------------------
@@ -142,6 +148,8 @@ class _Place:
             return
         try:
             self.infos = clusters.describe(self.view, self.options)
+            if self.only is not None:
+                self.exclude({i.name: _OUTSIDE for i in self.infos if i.name not in self.only})
         except Exception as e:  # nothing that happens here may break the model
             self._give_up(_sentence(e))
         else:
@@ -176,8 +184,7 @@ class _Place:
 
     def exclude(self, reasons: dict[str, str]) -> None:
         """Leaves nodes to TensorFlow."""
-        self.infos = [replace(i, why=reasons[i.name], small_const=False) if i.name in reasons else i
-                      for i in self.infos]
+        self.infos = [replace(i, why=i.why or reasons[i.name]) if i.name in reasons else i for i in self.infos]
 
     def _find(self) -> Found:
         view = self.view
