@@ -1,0 +1,146 @@
+"""Programs with kernels written by hand, so that the op is tested apart from the code generator."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from tf_stitch.backend import host
+from tf_stitch.ir import dims as D
+from tf_stitch.ir.graph import Guard, SymbolSource
+from tf_stitch.program.program import AliasStep, Buffer, KernelStep, Program
+
+TEXT = r"""
+#include <stdint.h>
+struct ts_problem { void* const* buffers; const int64_t* dims; int64_t blocks; };
+#define KERNEL extern "C" void
+#define ARGS const ts_problem* p, int64_t begin, int64_t end, char* shared, int32_t* status
+#define UNUSED (void)shared; (void)status
+
+// y[i] = 2 x[i] + 1 over dims[0] elements, 64 in a block
+KERNEL t_axpb(ARGS) {
+  UNUSED;
+  const float* x = (const float*)p->buffers[0];
+  float* y = (float*)p->buffers[1];
+  for (int64_t b = begin; b < end; ++b)
+    for (int64_t i = b * 64; i < b * 64 + 64 && i < p->dims[0]; ++i) y[i] = 2.0f * x[i] + 1.0f;
+}
+
+// z[i] = x[i] * y[i], 64 in a block
+KERNEL t_mul(ARGS) {
+  UNUSED;
+  const float *x = (const float*)p->buffers[0], *y = (const float*)p->buffers[1];
+  float* z = (float*)p->buffers[2];
+  for (int64_t b = begin; b < end; ++b)
+    for (int64_t i = b * 64; i < b * 64 + 64 && i < p->dims[0]; ++i) z[i] = x[i] * y[i];
+}
+
+// out[r] = sum of row r, summed from a copy in shared memory; a block is a row of dims[0]
+KERNEL t_rowsum(ARGS) {
+  (void)status;
+  const float* x = (const float*)p->buffers[0];
+  float* y = (float*)p->buffers[1];
+  float* row = (float*)shared;
+  for (int64_t r = begin; r < end; ++r) {
+    for (int64_t i = 0; i < p->dims[0]; ++i) row[i] = x[r * p->dims[0] + i];
+    float sum = 0;
+    for (int64_t i = 0; i < p->dims[0]; ++i) sum += row[i];
+    y[r] = sum;
+  }
+}
+
+// y[i] = x[idx[i]]; an index out of range sets the status
+KERNEL t_gather(ARGS) {
+  (void)shared;
+  const float* x = (const float*)p->buffers[0];
+  const int32_t* idx = (const int32_t*)p->buffers[1];
+  float* y = (float*)p->buffers[2];
+  for (int64_t i = begin; i < end; ++i) {
+    if (idx[i] < 0 || idx[i] >= p->dims[0]) {
+      *status = 1;
+      y[i] = 0;
+    } else {
+      y[i] = x[idx[i]];
+    }
+  }
+}
+
+// y[i] = dims[0], a block an element
+KERNEL t_fill(ARGS) {
+  UNUSED;
+  int64_t* y = (int64_t*)p->buffers[0];
+  for (int64_t i = begin; i < end; ++i) y[i] = p->dims[0];
+}
+"""
+
+
+@functools.cache
+def code() -> dict[str, bytes]:
+    """The kernels above, for this machine and one level below it."""
+    return host.compile_text(TEXT, host.supported_levels()[:2])
+
+
+def program(buffers, steps, symbols=None, guards=(), **changes) -> Program:
+    made = Program(list(buffers), list(steps), dict(symbols or {}), list(guards), TEXT, code(), name="by_hand")
+    return dataclasses.replace(made, **changes)
+
+
+def dim(name: str, lo: int | None = 0, hi: int | None = None) -> D.Expr:
+    return D.symbol(name, lo, hi)
+
+
+def launch(kernel: str, buffers, size, block: int = 64, dims=None, shared=0, cost=100) -> KernelStep:
+    return KernelStep(kernel, tuple(buffers), tuple(dims if dims is not None else (size,)), D.ceildiv(size, block),
+                      shared, cost, origin=f"from_{kernel}")
+
+
+def axpb(**changes) -> Program:
+    """[n, m] float32 -> 2x + 1."""
+    n, m = dim("n"), dim("m")
+    return program([Buffer("input", 0, "float32", (n, m)), Buffer("output", 0, "float32", (n, m))],
+                   [launch("t_axpb", (0, 1), n * m)],
+                   {"n": SymbolSource("dim", 0, 0), "m": SymbolSource("dim", 0, 1)}, **changes)
+
+
+def chain() -> Program:
+    """x [n], y [k] with n == k guarded: t = 2x+1; u = 2t+1; v = t*u; z = v*y.  Outputs z, and v as [n, 1]."""
+    n, k = dim("n"), dim("k")
+    f = "float32"
+    buffers = [Buffer("input", 0, f, (n,)), Buffer("input", 1, f, (k,)), Buffer("output", 0, f, (n,)),
+               Buffer("output", 1, f, (n, 1)), Buffer("temp", 0, f, (n,)), Buffer("temp", 1, f, (n,)),
+               Buffer("temp", 2, f, (n,))]
+    steps = [launch("t_axpb", (0, 4), n), launch("t_axpb", (4, 5), n), launch("t_mul", (4, 5, 6), n),
+             launch("t_mul", (6, 1, 2), n), AliasStep(6, 3)]
+    return program(buffers, steps, {"n": SymbolSource("dim", 0, 0), "k": SymbolSource("dim", 1, 0)},
+                   [Guard("eq", n, k, "y has x's length")])
+
+
+def rowsum() -> Program:
+    """[n, m] float32 -> [n]; needs a row of shared memory."""
+    n, m = dim("n"), dim("m")
+    return program([Buffer("input", 0, "float32", (n, m)), Buffer("output", 0, "float32", (n,))],
+                   [launch("t_rowsum", (0, 1), n, 1, (m,), m * 4, m * 10)],
+                   {"n": SymbolSource("dim", 0, 0), "m": SymbolSource("dim", 0, 1)})
+
+
+def gather() -> Program:
+    """x [n] float32, idx [k] int32 -> x[idx]."""
+    n, k = dim("n"), dim("k")
+    return program([Buffer("input", 0, "float32", (n,)), Buffer("input", 1, "int32", (k,)),
+                    Buffer("output", 0, "float32", (k,))],
+                   [launch("t_gather", (0, 1, 2), k, 1, (n,))],
+                   {"n": SymbolSource("dim", 0, 0), "k": SymbolSource("dim", 1, 0)})
+
+
+def reshape() -> Program:
+    """x [n, m] float32 -> [m, n] (the same memory), no kernels."""
+    n, m = dim("n"), dim("m")
+    return program([Buffer("input", 0, "float32", (n, m)), Buffer("output", 0, "float32", (m, n))], [AliasStep(0, 1)],
+                   {"n": SymbolSource("dim", 0, 0), "m": SymbolSource("dim", 0, 1)}, code={}, text="")
+
+
+def fill() -> Program:
+    """shape int32 [2], value known at run time -> int64 [shape[0]] filled with shape[1]; shape[0] is not above 1000."""
+    n, v = dim("n", 0, 1000), dim("v", None)
+    return program([Buffer("input", 0, "int32", (2,)), Buffer("output", 0, "int64", (n,))],
+                   [launch("t_fill", (1,), n, 1, (v,))],
+                   {"n": SymbolSource("value", 0, 0), "v": SymbolSource("value", 0, 1)})
