@@ -152,37 +152,51 @@ TS_FN T ts_shift_left(T a, T n) {
 template <class T>
 TS_FN T ts_shift_right(T a, T n) { return (T)(a >> ts_shift_count_(n)); }
 
-// --- exponentials and the like -----------------------------------------------------------------------
+// --- elementary functions ----------------------------------------------------------------------------
 
-TS_UNARY_LIBM_(ts_exp, exp)
-TS_UNARY_LIBM_(ts_expm1, expm1)
-TS_UNARY_LIBM_(ts_log, log)
-TS_UNARY_LIBM_(ts_log1p, log1p)
-TS_UNARY_LIBM_(ts_sin, sin)
-TS_UNARY_LIBM_(ts_cos, cos)
-TS_UNARY_LIBM_(ts_tan, tan)
-TS_UNARY_LIBM_(ts_asin, asin)
-TS_UNARY_LIBM_(ts_acos, acos)
-TS_UNARY_LIBM_(ts_atan, atan)
-TS_UNARY_LIBM_(ts_sinh, sinh)
-TS_UNARY_LIBM_(ts_cosh, cosh)
-TS_UNARY_LIBM_(ts_tanh, tanh)
-TS_UNARY_LIBM_(ts_asinh, asinh)
-TS_UNARY_LIBM_(ts_acosh, acosh)
-TS_UNARY_LIBM_(ts_atanh, atanh)
-TS_UNARY_LIBM_(ts_erf, erf)
-TS_UNARY_LIBM_(ts_erfc, erfc)
+#if defined(__CUDACC__)
+
+#define TS_CUDA_UNARY_(name) TS_UNARY_LIBM_(ts_##name, name)
+TS_CUDA_UNARY_(exp)
+TS_CUDA_UNARY_(expm1)
+TS_CUDA_UNARY_(log)
+TS_CUDA_UNARY_(log1p)
+TS_CUDA_UNARY_(sin)
+TS_CUDA_UNARY_(cos)
+TS_CUDA_UNARY_(tan)
+TS_CUDA_UNARY_(asin)
+TS_CUDA_UNARY_(acos)
+TS_CUDA_UNARY_(atan)
+TS_CUDA_UNARY_(sinh)
+TS_CUDA_UNARY_(cosh)
+TS_CUDA_UNARY_(tanh)
+TS_CUDA_UNARY_(asinh)
+TS_CUDA_UNARY_(acosh)
+TS_CUDA_UNARY_(atanh)
+TS_CUDA_UNARY_(erf)
+TS_CUDA_UNARY_(erfc)
 TS_BINARY_LIBM_(ts_atan2, atan2)
+TS_BINARY_LIBM_(ts_pow, pow)
 
-TS_FN float ts_sigmoid(float x) { return (float)(1.0 / (1.0 + ts_exp(-(double)x))); }
-TS_FN double ts_sigmoid(double x) { return 1.0 / (1.0 + ts_exp(-x)); }
-TS_FN double ts_softplus(double x) { return (x > 0 ? x : 0.0) + ts_log1p(ts_exp(-ts_abs(x))) + (x != x ? x : 0.0); }
-TS_FN float ts_softplus(float x) {
-  double d = x;
-  return (float)((x > 0 ? d : 0.0) + ts_log1p(ts_exp(-ts_abs(d))) + (x != x ? d : 0.0));
+template <class T>
+TS_FN T ts_sigmoid(T x) {
+  T e = ts_exp(-ts_abs(x));
+  return (x < T(0) ? e : T(1)) / (T(1) + e);
+}
+template <class T>
+TS_FN T ts_softplus(T x) {
+  T r = (x > T(0) ? x : T(0)) + ts_log1p(ts_exp(-ts_abs(x)));
+  return x != x ? x : r;
 }
 
-TS_BINARY_LIBM_(ts_pow, pow)
+#else
+
+#include "ts_elementary.h"
+
+#endif
+
+// --- integer power -----------------------------------------------------------------------------------
+
 // Integer power, wrapping.  TensorFlow raises an error for a negative exponent; there is no status here, so
 // the importer must leave such a Pow to TensorFlow (a negative exponent gives the truncated real result:
 // 1 / a^|n|, and 0 for a == 0).

@@ -1,0 +1,446 @@
+// Elementary functions for the host, written so that g++ vectorises loops over them at every x86-64 level: no
+// branches, no tables, no library calls (the two exceptions are said where they are).
+//
+// Error bounds, in units of the last place of the result, over all arguments: float at most 2, double at most 4
+// (most are below 1.5; tests/math measures them).  NaN, infinities, signed zeros and denormals are those of C's
+// libm.  No function needs fused multiply-add; with it the error gets smaller.  -ffast-math breaks them.
+//
+// Two kinds: float functions of their own where speed matters (exp, tanh, erf, sigmoid, log), and double ones,
+// which the other float functions round.  The polynomials are minimax or Chebyshev fits made for this file.
+#ifndef TS_ELEMENTARY_H_
+#define TS_ELEMENTARY_H_
+
+// --- polynomials -------------------------------------------------------------------------------------
+
+// c0 + c1 w + c2 w^2 ...
+template <class T>
+TS_FN T ts_horner_(T, T c0) { return c0; }
+template <class T, class... C>
+TS_FN T ts_horner_(T w, T c0, C... c) { return ts_horner_(w, (T)c...) * w + c0; }
+
+// Every second coefficient, from the first or from the second one.
+template <class T> TS_FN T ts_evens_(T, T c0) { return c0; }
+template <class T> TS_FN T ts_evens_(T, T c0, T) { return c0; }
+template <class T, class... C>
+TS_FN T ts_evens_(T w, T c0, T, C... c) { return ts_evens_(w, (T)c...) * w + c0; }
+template <class T> TS_FN T ts_odds_(T, T, T c1) { return c1; }
+template <class T> TS_FN T ts_odds_(T, T, T c1, T) { return c1; }
+template <class T, class... C>
+TS_FN T ts_odds_(T w, T, T c1, C... c) { return ts_odds_(w, (T)c...) * w + c1; }
+
+// The polynomial in two independent halves: half the latency of Horner's rule.
+template <class T, class... C>
+TS_FN T ts_poly_(T x, C... c) {
+  T w = x * x;
+  return ts_odds_(w, (T)c...) * x + ts_evens_(w, (T)c...);
+}
+
+// --- float: exp, sigmoid -----------------------------------------------------------------------------
+
+// e^x = 2^n e^r, n = round(x / ln 2): Cody and Waite's reduction.  Adding 1.5 * 2^23 rounds, and leaves n in
+// the low bits.
+struct ts_exp_parts_ {
+  float p;   // e^r - 1
+  ts_u32 n;  // n in the exponent field
+};
+TS_FN ts_exp_parts_ ts_exp_split_(float x) {
+  float t = x * 0x1.715476p+0f + 0x1.8p23f;
+  float n = t - 0x1.8p23f;
+  float r = x - n * 0x1.62e4p-1f;
+  r = r - n * 0x1.7f7d1cp-20f;
+  float w = r * r;
+  float low = 0x1.555492p-3f * r + 0x1.fffffcp-2f;
+  float high = 0x1.1239c6p-7f * r + 0x1.5558bcp-5f;
+  high = 0x1.6a415ep-10f * w + high;
+  return ts_exp_parts_{(high * w + low) * w + r, ts_bits(t) << 23};
+}
+
+// The power of two is applied in two steps, so that overflow and denormal results come out of the second.
+TS_FN float ts_exp(float x) {
+  float c = x < -104.0f ? -104.0f : x;
+  c = c > 89.0f ? 89.0f : c;
+  ts_exp_parts_ e = ts_exp_split_(c);
+  bool neg = x < 0.0f;
+  float s = ts_float_of(e.n + (neg ? (127u + 64) << 23 : (127u - 64) << 23));
+  return (e.p + 1.0f) * s * (neg ? 0x1p-64f : 0x1p64f);
+}
+
+// With e = e^-|x|: 1 / (1 + e) or e / (1 + e), corrected for the rounding of both terms.
+TS_FN float ts_sigmoid(float x) {
+  float a = -ts_abs(x);
+  a = a < -104.0f ? -104.0f : a;
+  ts_exp_parts_ parts = ts_exp_split_(a);
+  float p = parts.p + 1.0f;
+  float p_low = (1.0f - p) + parts.p;
+  float s = ts_float_of(parts.n + ((127u + 64) << 23));
+  float e = p * s * 0x1p-64f;
+  float d = 1.0f + e;
+  float d_low = (1.0f - d) + e;
+  float q = (x < 0.0f ? e : 1.0f) / d;
+  return q + q * ((x < 0.0f ? p_low : 0.0f) - d_low);
+}
+
+// --- float: tanh, erf --------------------------------------------------------------------------------
+
+// Both take one polynomial whose coefficients are picked by the size of the argument: near zero f(x) / x - 1
+// in x^2, elsewhere what gives 1 - f, of which only the absolute error counts.
+
+// Large: 1 - 2 / (1 + e^2a), e^2a = 2^n 2^f.
+TS_FN float ts_tanh(float x) {
+  float a = ts_abs(x);
+  a = a > 9.125f ? 9.125f : a;
+  bool small = a < 0.8f;
+  float t = a * 0x1.715476p+1f + 0x1.8p23f;
+  float n = t - 0x1.8p23f;
+  float f = a * 0x1.715476p+1f - n;
+  float z = a * a;
+  float v = small ? z : f;
+  float w = v * v;
+  float c01 = (small ? -0x1.55553ep-2f : 0x1.62e430p-1f) * v + (small ? 0.0f : 1.0f);
+  float c23 = (small ? -0x1.b92b2ep-5f : 0x1.c6af7cp-5f) * v + (small ? 0x1.110b58p-3f : 0x1.ebfbdcp-3f);
+  float c45 = (small ? -0x1.e5e53ep-8f : 0x1.5f082ep-10f) * v + (small ? 0x1.5d160ep-6f : 0x1.3b2de0p-7f);
+  float p = ((small ? 0x1.a008c0p-10f : 0x1.416b60p-13f) * w + c45) * w + c23;
+  p = p * w + c01;
+  float e = p * ts_float_of((ts_bits(t) << 23) + (127u << 23));
+  float large = 1.0f - 2.0f / (1.0f + e);
+  float r = small ? a * p + a : large;
+  return ts_float_of(ts_bits(r) | (ts_bits(x) & 0x80000000u));
+}
+
+// Large: 1 - q(a)^8, q the eighth root of erfc.
+TS_FN float ts_erf(float x) {
+  float a = ts_abs(x);
+  a = a > 3.9375f ? 3.9375f : a;
+  bool small = a < 1.1f;
+  float z = a * a;
+  float v = small ? z : a;
+  float w = v * v;
+  float c01 = (small ? -0x1.812734p-2f : -0x1.2aebfcp-3f) * v + (small ? 0x1.06eba8p-3f : 0x1.004686p+0f);
+  float c23 = (small ? -0x1.b7cde0p-6f : -0x1.982740p-7f) * v + (small ? 0x1.ce2aa6p-4f : -0x1.ec09a4p-5f);
+  float c45 = (small ? -0x1.9a3ddep-11f : -0x1.51df02p-9f) * v + (small ? 0x1.52ac24p-8f : 0x1.b71054p-7f);
+  float p = ((small ? 0x1.2f80a4p-14f : 0x1.4f5350p-13f) * w + c45) * w + c23;
+  p = p * w + c01;
+  float p2 = p * p;
+  float p4 = p2 * p2;
+  float r = small ? a * p + a : 1.0f - p4 * p4;
+  return ts_float_of(ts_bits(r) | (ts_bits(x) & 0x80000000u));
+}
+
+// --- float: log --------------------------------------------------------------------------------------
+
+// x = 2^k m, 2/3 <= m < 4/3; log m = f - f^2/2 + f^3 P(f), f = m - 1.  A denormal is first made normal by
+// taking its bits as an integer.
+TS_FN float ts_log(float x) {
+  ts_u32 b = ts_bits(x);
+  bool tiny = b < 0x00800000u;
+  float scaled = (float)(ts_i32)(b & 0x007fffffu);
+  ts_u32 c = tiny ? ts_bits(scaled) : b;
+  ts_i32 k = (ts_i32)(c - 0x3f2aaaabu) >> 23;
+  float f = ts_float_of(c - ((ts_u32)k << 23)) - 1.0f;
+  float n = (float)k - (tiny ? 149.0f : 0.0f);
+  float w = f * f;
+  float low = -0x1.fffefcp-3f * f + 0x1.555506p-2f;
+  float c23 = -0x1.559c44p-3f * f + 0x1.99d044p-3f;
+  float c45 = -0x1.f332f0p-4f * f + 0x1.1ed664p-3f;
+  float c67 = -0x1.07c8b8p-3f * f + 0x1.1e6778p-3f;
+  float high = (c67 * w + c45) * w + c23;
+  float p = high * w + low;
+  float r = n * 0x1.7f7d1cp-20f + (p * f - 0.5f) * w;
+  r = (r + f) + n * 0x1.62e4p-1f;
+  r = x == 0.0f ? -ts_inf(0.0f) : r;
+  r = x < 0.0f ? ts_nan(0.0f) : r;
+  return x < ts_inf(0.0f) ? r : x;  // +Inf and NaN as they are
+}
+
+// --- double ------------------------------------------------------------------------------------------
+
+// Integers below 2^51 in magnitude are kept in the low bits of 1.5 * 2^52 + n: x86-64 has no vector
+// conversion between double and 64-bit integers before v4.
+#define TS_ROUNDER_ 0x1.8p52
+
+// (e^r - 1 - r) / r^2, |r| <= ln(2) / 2.
+TS_FN double ts_exp_tail_(double r) {
+  return ts_poly_(r, 0x1.0000000000000p-1, 0x1.5555555555556p-3, 0x1.5555555553d63p-5, 0x1.11111111109b3p-7,
+                  0x1.6c16c1788bd90p-10, 0x1.a01a01a7c41d5p-13, 0x1.a019b90d2ae7ap-16, 0x1.71de0dae63bb3p-19,
+                  0x1.289185613a3d6p-22, 0x1.af38a9b0ec855p-26);
+}
+struct ts_exp_parts64_ {
+  double r;
+  ts_u64 n;  // n in the exponent field
+};
+TS_FN ts_exp_parts64_ ts_exp_split_(double x) {
+  double t = x * 0x1.71547652b82fep+0 + TS_ROUNDER_;
+  double n = t - TS_ROUNDER_;
+  double r = (x - n * 0x1.62e42fefap-1) - n * 0x1.cf79abc9e3b3ap-40;
+  return ts_exp_parts64_{r, ts_bits(t) << 52};
+}
+
+// e^(x + low), |low| small against x's last place or 1.
+TS_FN double ts_exp_sum_(double x, double low) {
+  double c = x < -746.0 ? -746.0 : x;
+  c = c > 710.0 ? 710.0 : c;
+  ts_exp_parts64_ e = ts_exp_split_(c);
+  double r = e.r + low;
+  double p = (ts_exp_tail_(r) * (r * r) + r) + 1.0;
+  bool neg = x < 0.0;
+  double s = ts_double_of(e.n + (neg ? 1535ull << 52 : 511ull << 52));
+  return p * s * (neg ? 0x1p-512 : 0x1p512);
+}
+TS_FN double ts_exp(double x) { return ts_exp_sum_(x, 0.0); }
+
+TS_FN double ts_expm1(double x) {
+  double c = x < -40.0 ? -40.0 : x;
+  c = c > 710.0 ? 710.0 : c;
+  ts_exp_parts64_ e = ts_exp_split_(c);
+  double p = ts_exp_tail_(e.r) * (e.r * e.r) + e.r;
+  bool large = x > 50.0;  // 2^n is kept below overflow by halving
+  double s = ts_double_of(e.n + (large ? 1022ull << 52 : 1023ull << 52));
+  double r = p * s + (s - 1.0);
+  r = large ? r + r : r;
+  return ts_abs(x) < 0x1p-54 ? x : r;  // keeps -0 and denormals
+}
+
+TS_FN double ts_sigmoid(double x) {
+  double e = ts_exp(-ts_abs(x));
+  return (x < 0.0 ? e : 1.0) / (1.0 + e);
+}
+
+TS_FN double ts_tanh(double x) {
+  double a = ts_abs(x);
+  double e = ts_expm1(-2.0 * a);  // in (-1, 0]
+  double r = -e / (e + 2.0);
+  return ts_double_of(ts_bits(r) | (ts_bits(x) & 0x8000000000000000ull));
+}
+
+// log(1 + f) for sqrt(1/2) - 1 <= f <= sqrt(2) - 1, plus k log 2:
+// log(1 + f) = 2 atanh(s), s = f / (2 + f), as f - (f^2/2 - s (f^2/2 + s^2 R(s^2))).
+TS_FN double ts_log_core_(double f, double k) {
+  double s = f / (2.0 + f);
+  double w = s * s;
+  double half = 0.5 * f * f;
+  double r = w * ts_poly_(w, 0x1.5555555555558p-1, 0x1.99999999952ccp-2, 0x1.2492492df3ba9p-2, 0x1.c71c62e26208bp-3,
+                          0x1.7462b58e46ebep-3, 0x1.39fe42e9740a7p-3, 0x1.2b59b713616c9p-3);
+  return k * 0x1.62e42fefap-1 + (f - (half - (s * (half + r) + k * 0x1.cf79abc9e3b3ap-40)));
+}
+
+// x = 2^k m, sqrt(1/2) <= m < sqrt(2), for normal positive x.
+struct ts_log_parts64_ {
+  double m, k;
+  ts_u64 power;  // bits of 2^k less those of 1
+};
+TS_FN ts_log_parts64_ ts_log_split_(ts_u64 bits) {
+  ts_u64 up = bits - 0x3fe6a09e667f3bcdull + 0x3ff0000000000000ull;  // exponent field: k + 1023
+  ts_u64 field = up >> 52;
+  double k = ts_double_of(field | 0x4330000000000000ull) - (0x1p52 + 1023.0);
+  ts_u64 power = (field << 52) - 0x3ff0000000000000ull;
+  return ts_log_parts64_{ts_double_of(bits - power), k, power};
+}
+
+TS_FN double ts_log(double x) {
+  ts_u64 b = ts_bits(x);
+  bool tiny = b < 0x0010000000000000ull;
+  // A denormal's bits, as an integer, are 2^1074 times its value.
+  double scaled = ts_double_of(b | 0x4330000000000000ull) - 0x1p52;
+  ts_log_parts64_ e = ts_log_split_(tiny ? ts_bits(scaled) : b);
+  double r = ts_log_core_(e.m - 1.0, e.k - (tiny ? 1074.0 : 0.0));
+  r = x == 0.0 ? -ts_inf(0.0) : r;
+  r = x < 0.0 ? ts_nan(0.0) : r;
+  return x < ts_inf(0.0) ? r : x;
+}
+
+// 1 + x = 2^k m; m - 1 = 2^-k x + (2^-k - 1) rounds once.  Beyond 2^60 the 1 is nothing.
+TS_FN double ts_log1p(double x) {
+  bool huge = x > 0x1p60;
+  ts_log_parts64_ e = ts_log_split_(ts_bits(huge ? x : 1.0 + x));
+  double scale = ts_double_of(0x3ff0000000000000ull - (huge ? 0 : e.power));
+  double f = huge ? e.m - 1.0 : x * scale + (scale - 1.0);
+  double r = ts_log_core_(f, e.k);
+  r = x == -1.0 ? -ts_inf(0.0) : r;
+  r = x < -1.0 ? ts_nan(0.0) : r;
+  r = ts_abs(x) < 0x1p-54 ? x : r;
+  return x < ts_inf(0.0) ? r : x;
+}
+
+TS_FN double ts_softplus(double x) {
+  double r = (x > 0.0 ? x : 0.0) + ts_log1p(ts_exp(-ts_abs(x)));
+  return x != x ? x : r;
+}
+
+// sinh and cosh: e^a is taken as 2 e^(a - ln 2) so that it overflows only where the result does.
+TS_FN double ts_sinh(double x) {
+  double a = ts_abs(x);
+  double t = ts_expm1(a > 40.0 ? 0.0 : a);
+  double e = ts_exp_sum_(a, 0.0);
+  double half = ts_exp_sum_(a * 0.5, 0.0);
+  double r = a > 700.0 ? 0.5 * half * half : a > 40.0 ? 0.5 * e : 0.5 * (t + t / (t + 1.0));
+  return ts_double_of(ts_bits(r) | (ts_bits(x) & 0x8000000000000000ull));
+}
+TS_FN double ts_cosh(double x) {
+  double a = ts_abs(x);
+  double e = ts_exp_sum_(a, 0.0);
+  double half = ts_exp_sum_(a * 0.5, 0.0);
+  return a > 700.0 ? 0.5 * half * half : 0.5 * e + 0.5 / e;
+}
+
+TS_FN double ts_asinh(double x) {
+  double a = ts_abs(x);
+  bool huge = a > 0x1p28;
+  double c = huge ? 1.0 : a;
+  double w = c * c;
+  double t = c + w / (1.0 + ts_sqrt(w + 1.0));
+  double r = ts_log1p(huge ? a : t) + (huge ? 0x1.62e42fefa39efp-1 : 0.0);
+  return ts_double_of(ts_bits(r) | (ts_bits(x) & 0x8000000000000000ull));
+}
+TS_FN double ts_acosh(double x) {
+  bool huge = x > 0x1p28;
+  double t = (huge ? 1.0 : x) - 1.0;
+  double u = t + ts_sqrt(2.0 * t + t * t);
+  double r = ts_log1p(huge ? x : u) + (huge ? 0x1.62e42fefa39efp-1 : 0.0);
+  return x < 1.0 ? ts_nan(0.0) : r;
+}
+TS_FN double ts_atanh(double x) {
+  double a = ts_abs(x);
+  double r = 0.5 * ts_log1p(2.0 * a / (1.0 - a));
+  r = a == 1.0 ? ts_inf(0.0) : r;
+  r = a > 1.0 ? ts_nan(0.0) : r;
+  return ts_double_of(ts_bits(r) | (ts_bits(x) & 0x8000000000000000ull));
+}
+
+// (atan(t) - t) / t^3 in z = t^2, |t| <= tan(pi/8).
+TS_FN double ts_atan_tail_(double z) {
+  return ts_poly_(z, -0x1.5555555555555p-2, 0x1.9999999999953p-3, -0x1.249249248d7dcp-3, 0x1.c71c71c303dbbp-4,
+                  -0x1.745d165dc9713p-4, 0x1.3b1392d519db1p-4, -0x1.110e87b4357d2p-4, 0x1.e19a0bfa3eef9p-5,
+                  -0x1.ac7a5a79b3f26p-5, 0x1.74dccfb93fff0p-5, -0x1.1b311bb48c215p-5, 0x1.0acd9e91a5a35p-6);
+}
+// atan of 0 <= q <= 1.
+TS_FN double ts_atan_unit_(double q) {
+  bool high = q > 0x1.a8279ap-2;
+  double t = high ? (q - 1.0) / (q + 1.0) : q;
+  double z = t * t;
+  double r = ts_atan_tail_(z) * (z * t) + (high ? 0x1.1a62633145c07p-55 : 0.0) + t;
+  return r + (high ? 0x1.921fb54442d18p-1 : 0.0);
+}
+TS_FN double ts_atan(double x) {
+  double a = ts_abs(x);
+  bool big = a > 1.0;
+  double r = ts_atan_unit_(big ? 1.0 / a : a);
+  r = big ? 0x1.921fb54442d18p+0 - (r - 0x1.1a62633145c07p-54) : r;
+  return ts_double_of(ts_bits(r) | (ts_bits(x) & 0x8000000000000000ull));
+}
+TS_FN double ts_atan2(double y, double x) {
+  double ay = ts_abs(y), ax = ts_abs(x);
+  bool steep = ay > ax;
+  double low = steep ? ax : ay, high = steep ? ay : ax;
+  double q = low / high;
+  q = high == 0.0 ? 0.0 : q;
+  q = low == ts_inf(0.0) ? 1.0 : q;
+  double r = ts_atan_unit_(q);
+  r = steep ? 0x1.921fb54442d18p+0 - (r - 0x1.1a62633145c07p-54) : r;
+  r = ts_bits(x) >> 63 ? 0x1.921fb54442d18p+1 - (r - 0x1.1a62633145c07p-53) : r;
+  r = ts_double_of(ts_bits(r) | (ts_bits(y) & 0x8000000000000000ull));
+  return x != x || y != y ? ts_nan(0.0) : r;
+}
+
+// (asin(t) - t) / t^3 in z = t^2, |t| <= 0.5.
+TS_FN double ts_asin_tail_(double z) {
+  return ts_poly_(z, 0x1.5555555555556p-3, 0x1.3333333332ec4p-4, 0x1.6db6db6e3292ep-5, 0x1.f1c71c1d4aa0dp-6,
+                  0x1.6e8bb1d89492bp-6, 0x1.1c4d343fa57f6p-6, 0x1.c9cf3759fd8ffp-7, 0x1.78246f32d075cp-7,
+                  0x1.524ea8b3aad31p-7, 0x1.653a8f8cfd43cp-8, 0x1.1d661531b222ep-6, -0x1.e7a24f548c99fp-7,
+                  0x1.d78189767524ep-6);
+}
+// Above 0.5: asin(a) = pi/2 - 2 asin(sqrt((1 - a) / 2)).
+TS_FN double ts_asin(double x) {
+  double a = ts_abs(x);
+  bool high = a > 0.5;
+  double z = high ? 0.5 - 0.5 * a : a * a;
+  double t = high ? ts_sqrt(z) : a;
+  double r = ts_asin_tail_(z) * (z * t) + t;
+  r = high ? 0x1.921fb54442d18p+0 - (2.0 * r - 0x1.1a62633145c07p-54) : r;
+  return ts_double_of(ts_bits(r) | (ts_bits(x) & 0x8000000000000000ull));
+}
+TS_FN double ts_acos(double x) {
+  double a = ts_abs(x);
+  bool high = a > 0.5;
+  double z = high ? 0.5 - 0.5 * a : a * a;
+  double t = high ? ts_sqrt(z) : a;
+  double r = ts_asin_tail_(z) * (z * t) + t;
+  double below = 0x1.921fb54442d18p+0 - ((x < 0.0 ? -r : r) - 0x1.1a62633145c07p-54);
+  double above = x < 0.0 ? 0x1.921fb54442d18p+1 - (2.0 * r - 0x1.1a62633145c07p-53) : 2.0 * r;
+  return high ? above : below;
+}
+
+// e^(a^2) erfc(a) (1 + 2a) in t = (a - 3) / (a + 3), a >= 0.9; e^(-a^2) with the low part of a^2 by itself.
+TS_FN double ts_erfc_positive_(double a) {
+  double c = a > 28.0 ? 28.0 : a;
+  double t = (c - 3.0) / (c + 3.0);
+  double p = ts_poly_(t, 0x1.40c522d7e4987p+0, -0x1.15c084bb9e900p-3, -0x1.85a15c58aa3c0p-5, 0x1.098366a5b4e9bp-3,
+                      -0x1.e88b803a4dfb2p-4, 0x1.17ca2877c4cfdp-4, -0x1.8574c40980d37p-6, 0x1.4b884eb2e519ap-9,
+                      0x1.ef1bdae710bd1p-10, -0x1.98db6357f0fddp-11, -0x1.b910fed0339ebp-14, 0x1.065be85acc1f3p-13,
+                      0x1.4b972970cfe48p-18, -0x1.5167c9bc79088p-16, -0x1.77d38feb65a7ap-21, 0x1.d434de58c9dbbp-19,
+                      0x1.348361ca8f322p-22, -0x1.4c1da0b469eb0p-21, -0x1.00b89ad03ce59p-24, 0x1.5ae617ab86376p-24);
+  double h = ts_double_of(ts_bits(c) & 0xfffffffff8000000ull);
+  double low = (h - c) * (h + c);
+  double tail = p / (1.0 + 2.0 * c);
+  double e = ts_exp_sum_(-h * h + 60.0, low);  // 60: no denormal before the last product
+  return e * tail * 0x1.5ae191a99585ap-87;
+}
+// erf(x) / x - 1 in z = x^2, |x| <= 1.
+TS_FN double ts_erf_tail_(double z) {
+  return ts_poly_(z, 0x1.06eba8214db68p-3, -0x1.812746b0379c0p-2, 0x1.ce2f21a040f20p-4, -0x1.b82ce31202513p-6,
+                  0x1.565bccfa1cce7p-8, -0x1.c02db0604590bp-11, 0x1.f9a2bdb8fcb67p-14, -0x1.f4ca7a42278fdp-17,
+                  0x1.b981799c363d2p-20, -0x1.5c10c8957465dp-23, 0x1.d75aba73d5ca8p-27, -0x1.ac641bc040b16p-31);
+}
+TS_FN double ts_erf(double x) {
+  double a = ts_abs(x);
+  double small = ts_erf_tail_(a < 1.0 ? a * a : 1.0) * a + a;
+  double r = a < 1.0 ? small : 1.0 - ts_erfc_positive_(a);
+  return ts_double_of(ts_bits(r) | (ts_bits(x) & 0x8000000000000000ull));
+}
+TS_FN double ts_erfc(double x) {
+  double a = ts_abs(x);
+  double small = ts_erf_tail_(a < 1.0 ? a * a : 1.0) * x + x;
+  double large = ts_erfc_positive_(a);
+  large = x < 0.0 ? 2.0 - large : large;
+  return a < 1.0 ? 1.0 - small : large;
+}
+
+// --- float by way of double --------------------------------------------------------------------------
+
+#define TS_BY_DOUBLE_(name) \
+  TS_FN float name(float x) { return (float)name((double)x); }
+TS_BY_DOUBLE_(ts_expm1)
+TS_BY_DOUBLE_(ts_log1p)
+TS_BY_DOUBLE_(ts_softplus)
+TS_BY_DOUBLE_(ts_sinh)
+TS_BY_DOUBLE_(ts_cosh)
+TS_BY_DOUBLE_(ts_asinh)
+TS_BY_DOUBLE_(ts_acosh)
+TS_BY_DOUBLE_(ts_atanh)
+TS_BY_DOUBLE_(ts_asin)
+TS_BY_DOUBLE_(ts_acos)
+TS_BY_DOUBLE_(ts_atan)
+TS_BY_DOUBLE_(ts_erfc)
+TS_FN float ts_atan2(float y, float x) { return (float)ts_atan2((double)y, (double)x); }
+
+TS_UNARY_LIBM_(ts_sin, sin)
+TS_UNARY_LIBM_(ts_cos, cos)
+TS_UNARY_LIBM_(ts_tan, tan)
+
+// x^y = 2^(y log2|x|), in double: that has the 8 bits more that y log2|x| needs.
+TS_FN float ts_pow(float x, float y) {
+  double a = ts_abs((double)x), b = y;
+  double t = ts_log(a) * b;
+  t = x == 0.0f || b == 0.0 ? (b < 0.0 ? 1e4 : b > 0.0 ? -1e4 : 0.0) : t;
+  double r = ts_exp(t);
+  bool whole = ts_floor(y) == y;
+  bool odd = whole && ts_floor(y * 0.5f) != y * 0.5f;
+  r = (ts_bits(x) >> 31) && odd ? -r : r;
+  r = x < 0.0f && x > -ts_inf(0.0f) && !whole && y == y ? ts_nan(0.0) : r;
+  r = x == 1.0f || y == 0.0f ? 1.0 : r;
+  r = x == -1.0f && ts_abs(y) == ts_inf(0.0f) ? 1.0 : r;
+  return (float)r;
+}
+// The library's (not vectorised).
+TS_FN double ts_pow(double x, double y) { return __builtin_pow(x, y); }
+
+#endif  // TS_ELEMENTARY_H_
