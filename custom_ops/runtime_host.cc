@@ -241,7 +241,7 @@ std::unique_ptr<HostCode> HostCode::Load(const Program& program, std::string* er
 }
 
 int32_t RunHost(const Program& program, const HostCode& code, const Plan& plan, void* const* memory,
-                const ParallelFor& parallel_for, int threads) {
+                const ParallelFor& parallel_for, int threads, const Observe* observe) {
   int32_t status = 0;
   std::vector<void*> buffers;
   for (size_t i = 0; i < program.steps.size(); ++i) {
@@ -252,6 +252,7 @@ int32_t RunHost(const Program& program, const HostCode& code, const Plan& plan, 
     for (uint32_t id : program.steps[i].buffers) buffers.push_back(memory[id]);
     const Problem problem{buffers.data(), s.dims.data(), s.blocks};
     int64_t shard = ShardSize(s.blocks, s.cost, threads);
+    if (observe) (*observe)(i, true);
     if (shard >= s.blocks) {
       RunBlocks(kernel, problem, 0, s.blocks, s.shared_bytes, &status);
     } else {
@@ -259,6 +260,7 @@ int32_t RunHost(const Program& program, const HostCode& code, const Plan& plan, 
         RunBlocks(kernel, problem, begin, end, s.shared_bytes, &status);
       });
     }
+    if (observe) (*observe)(i, false);
     if (status) break;
   }
   return status;

@@ -37,6 +37,9 @@ void SetCompiler(CompileFn compile);
 // parallel_for(total, block, fn) calls fn(begin, end) over [0, total) in shards of `block`, maybe at the same time.
 using ParallelFor = std::function<void(int64_t, int64_t, const std::function<void(int64_t, int64_t)>&)>;
 
+// Called before (starts) and after each kernel of a run; for the profiler.
+using Observe = std::function<void(size_t step, bool starts)>;
+
 // A program's kernels, loaded.  Equal code is loaded once per process and dropped with its last user.
 class HostCode {
  public:
@@ -46,7 +49,8 @@ class HostCode {
   const std::string& target() const { return target_; }
 
  private:
-  friend int32_t RunHost(const Program&, const HostCode&, const Plan&, void* const*, const ParallelFor&, int);
+  friend int32_t RunHost(const Program&, const HostCode&, const Plan&, void* const*, const ParallelFor&, int,
+                         const Observe*);
 
   std::string target_;
   std::shared_ptr<void> library_;
@@ -56,7 +60,7 @@ class HostCode {
 // Runs all steps.  `memory` has the address of every buffer of the program.  Returns 0, or the kernels' status: then
 // the outputs hold nothing of use.
 int32_t RunHost(const Program& program, const HostCode& code, const Plan& plan, void* const* memory,
-                const ParallelFor& parallel_for, int threads);
+                const ParallelFor& parallel_for, int threads, const Observe* observe = nullptr);
 
 }  // namespace tf_stitch
 

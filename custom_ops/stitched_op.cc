@@ -255,11 +255,25 @@ class StitchedProgramOp : public AsyncOpKernel {
     auto parallel_for = [workers](int64_t total, int64_t block, const std::function<void(int64_t, int64_t)>& fn) {
       workers->workers->ParallelFor(total, tensorflow::thread::ThreadPool::SchedulingParams::Fixed(block), fn);
     };
-    if (RunHost(program_, *code_, *plan, memory.data(), parallel_for, workers->num_threads) != 0) return false;
+    int64_t activity = 0;
+    Observe observe = [&](size_t step, bool starts) {  // one profiler event per kernel
+      if (starts) {
+        activity = tsl::profiler::TraceMe::ActivityStart([&] { return "tf_stitch_kernel:" + Label(step); });
+      } else {
+        tsl::profiler::TraceMe::ActivityEnd(activity);
+      }
+    };
+    const Observe* observer = tsl::profiler::TraceMe::Active() ? &observe : nullptr;
+    if (RunHost(program_, *code_, *plan, memory.data(), parallel_for, workers->num_threads, observer) != 0) {
+      return false;
+    }
     for (size_t i = 0; i < outputs.size(); ++i) ctx->set_output(static_cast<int>(i), std::move(outputs[i]));
     ++GlobalCounters().stitched;
     return true;
   }
+
+  // What the profiler shows for a step: the kernel, and the node that its last result comes from.
+  std::string Label(size_t step) const { return program_.steps[step].kernel + " " + program_.steps[step].origin; }
 
   // Fills outputs, arena and the address of each buffer; false when memory is short.
   bool Allocate(OpKernelContext* ctx, const Plan& plan, absl::InlinedVector<Tensor, 4>* outputs, Tensor* arena,
