@@ -1,0 +1,434 @@
+"""Measuring systems side by side in one process: TensorFlow, XLA, stitched.
+
+Rounds are interleaved, so that what slows the machine for a while slows every system; a row keeps the least and the
+median round.  A call counts as finished when its outputs can be read: on a CPU that is when it returns, on a GPU
+after the devices were synced.
+"""
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+from .errors import OptionError
+
+Call = Callable[[], Any]
+
+SYSTEMS = ("tensorflow", "xla", "stitched")
+# Executed, but no work: not counted as ops.
+FREE_OPS = frozenset({"_Arg", "_Retval", "Const", "Identity", "IdentityN", "NoOp", "ReadVariableOp", "VarHandleOp",
+                      "_DeviceArg", "_DeviceRetval", "PartitionedCall", "StatefulPartitionedCall"})
+
+
+@dataclass
+class Row:
+    """One workload on one system.
+
+    Attributes:
+      latency_us: median over the rounds of the mean time of a call.
+      min_us: the least round.
+      ops: TensorFlow ops that one call executes, without those that do no work.
+      kernels: kernels that one call runs: ops, with each stitched op counted as its kernels (XLA: its thunks).
+      compile_s: time of the first call beyond a usual one: tracing, optimising, compiling.
+      max_rel_error: largest difference from the float64 reference over the output's largest value, worst output.
+      peak_bytes: most bytes allocated during a call beyond what was allocated before it.
+      note: why a figure is missing.
+    """
+
+    workload: str
+    system: str
+    latency_us: float | None = None
+    min_us: float | None = None
+    ops: int | None = None
+    kernels: int | None = None
+    compile_s: float | None = None
+    max_rel_error: float | None = None
+    peak_bytes: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """Time spent in one op or kernel over a traced call."""
+
+    name: str
+    kind: str
+    calls: int
+    us: float
+
+
+@dataclass
+class Trace:
+    """What one call executed."""
+
+    ops: list[OpTime] = field(default_factory=list)
+    kernels: list[OpTime] = field(default_factory=list)
+
+
+def max_rel_error(outputs: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
+    """Largest absolute difference over the largest reference value, worst output; NaN and Inf must agree.
+
+    Raises:
+      ValueError: the numbers of outputs or their shapes differ.
+    """
+    if len(outputs) != len(reference):
+        raise ValueError(f"There are {len(outputs)} outputs but {len(reference)} reference outputs.")
+    return max((_error_of(np.asarray(a), np.asarray(b)) for a, b in zip(outputs, reference)), default=0.0)
+
+
+def _error_of(a: np.ndarray, b: np.ndarray) -> float:
+    if a.shape != b.shape:
+        raise ValueError(f"Shapes differ: {a.shape} and {b.shape}.")
+    if a.dtype == object or a.dtype.kind in "SUb":
+        return float(np.any(a != b))
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    wild = ~(np.isfinite(x) & np.isfinite(y))
+    if np.any(wild & ~((x == y) | (np.isnan(x) & np.isnan(y)))):
+        return float("inf")
+    x, y = np.where(wild, 0.0, x), np.where(wild, 0.0, y)
+    largest = float(np.max(np.abs(y), initial=0.0))
+    return float(np.max(np.abs(x - y), initial=0.0)) / (largest or 1.0)
+
+
+def finish(outputs: Any) -> Any:
+    """Waits until the outputs of a call can be read."""
+    if tf.config.list_physical_devices("GPU"):
+        tf.test.experimental.sync_devices()
+    return outputs
+
+
+def interleave(calls: dict[str, Call], rounds: int, round_s: float = 0.05) -> dict[str, list[float]]:
+    """Mean seconds a call takes, per system and round.
+
+    Args:
+      calls: what to time; each is called a few times first.
+      rounds: how often every system gets its turn.
+      round_s: length of a turn in seconds (at least one call).
+    """
+    counts = {name: _calls_in(call, round_s) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for i in range(rounds):
+        for name in order[i % len(order):] + order[:i % len(order)]:
+            call, count = calls[name], counts[name]
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            samples[name].append((time.perf_counter() - start) / count)
+    return samples
+
+
+def _calls_in(call: Call, seconds: float) -> int:
+    """How many calls fit in ``seconds``, from the best of three."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return max(1, min(1000, int(seconds / min(times))))
+
+
+def first_call_s(call: Call) -> float:
+    """Seconds of the first call beyond those of the second."""
+    start = time.perf_counter()
+    call()
+    middle = time.perf_counter()
+    call()
+    return max(0.0, (middle - start) - (time.perf_counter() - middle))
+
+
+def peak_bytes(call: Call) -> int:
+    """Bytes allocated during a call at its peak, beyond what was allocated before; all devices together.
+
+    On a CPU, TensorFlow counts only allocations of 256 KiB and more, unless TF_CPU_ALLOCATOR_USE_BFC=1 was set
+    before it was imported.
+    """
+    devices = [d.name.removeprefix("/physical_device:") for d in
+               tf.config.list_physical_devices("GPU") or tf.config.list_physical_devices("CPU")]
+    for device in devices:
+        tf.config.experimental.reset_memory_stats(device)
+    before = [tf.config.experimental.get_memory_info(d)["current"] for d in devices]
+    call()
+    return sum(tf.config.experimental.get_memory_info(d)["peak"] - b for d, b in zip(devices, before))
+
+
+def trace(call: Call) -> Trace:
+    """What a call executed, from TensorFlow's profiler (XPlane).
+
+    Ops are host events named "node:Type"; kernels are the events of a GPU's streams, or on a CPU XLA's thunks and
+    the steps of stitched programs, which the op announces as "tf_stitch_kernel:name".
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
+        tf.profiler.experimental.start(folder, options=options)
+        try:
+            call()
+        finally:
+            tf.profiler.experimental.stop()
+        spaces = []
+        for path in Path(folder).rglob("*.xplane.pb"):
+            spaces.append(xplane_pb2.XSpace.FromString(path.read_bytes()))
+    return _read(plane for space in spaces for plane in space.planes)
+
+
+def _read(planes: Iterable[Any]) -> Trace:
+    ops: dict[tuple[str, str], list[float]] = {}
+    kernels: dict[tuple[str, str], list[float]] = {}
+    for plane in planes:
+        on_gpu = plane.name.startswith("/device:GPU")
+        stats = {i: m.name for i, m in plane.stat_metadata.items()}
+        for line in plane.lines:
+            for event in line.events:
+                name, us = plane.event_metadata[event.metadata_id].name, event.duration_ps / 1e6
+                if on_gpu:
+                    if line.name.startswith("Stream"):
+                        kernels.setdefault((name, "gpu"), []).append(us)
+                elif name.startswith("tf_stitch_kernel:"):
+                    kernels.setdefault((name.split(":", 1)[1], "stitched"), []).append(us)
+                elif any(stats[s.metadata_id] == "hlo_op" for s in event.stats):
+                    if not name.startswith("end: "):
+                        kernels.setdefault((name, "xla"), []).append(us)
+                elif line.name.startswith(("tf_", "python")) and _op_type(name):
+                    ops.setdefault((name.rsplit(":", 1)[0], _op_type(name)), []).append(us)
+    return Trace(_summary(ops), _summary(kernels))
+
+
+def _op_type(event: str) -> str:
+    """The op type of an event "node:Type"; "" for events that are no ops (spaces, scopes, functions)."""
+    node, colon, kind = event.rpartition(":")
+    is_op = colon and node and not node.endswith(":") and kind.replace("_", "").isalnum() and " " not in node
+    return kind if is_op and not kind.startswith("__") else ""
+
+
+def _summary(found: dict[tuple[str, str], list[float]]) -> list[OpTime]:
+    rows = [OpTime(name, kind, len(times), sum(times)) for (name, kind), times in found.items()]
+    return sorted(rows, key=lambda r: -r.us)
+
+
+def counts(traced: Trace) -> tuple[int, int]:
+    """(ops, kernels) of a traced call, as in :class:`Row`."""
+    ops = sum(o.calls for o in traced.ops if o.kind not in FREE_OPS)
+    on_gpu = [k.calls for k in traced.kernels if k.kind == "gpu"]
+    if on_gpu:
+        return ops, sum(on_gpu)
+    stitched_ops = sum(o.calls for o in traced.ops if o.kind == "StitchedProgram")
+    return ops, ops - stitched_ops + sum(k.calls for k in traced.kernels)
+
+
+def measure(workload: str, calls: dict[str, Call], *, rounds: int, round_s: float = 0.05) -> dict[str, Row]:
+    """A row per system: first call, counts, peak memory on a GPU, then interleaved rounds.
+
+    A system whose first call raises gets a row with the reason and no figures.
+    """
+    rows = {name: Row(workload, name) for name in calls}
+    good: dict[str, Call] = {}
+    for name, call in calls.items():
+        try:
+            rows[name].compile_s = first_call_s(call)
+        except Exception as error:  # a system that cannot run the workload is a result too
+            rows[name].note = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            continue
+        good[name] = call
+        if tf.config.list_physical_devices("GPU"):  # on a CPU the count needs an allocator that changes the timing
+            rows[name].peak_bytes = peak_bytes(call)
+        rows[name].ops, rows[name].kernels = counts(trace(call))
+    for name, times in interleave(good, rounds, round_s).items():
+        rows[name].latency_us = statistics.median(times) * 1e6
+        rows[name].min_us = min(times) * 1e6
+    return rows
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on: processor, cores, devices, versions, commit, date and command."""
+    gpus = [tf.config.experimental.get_device_details(d).get("device_name", d.name)
+            for d in tf.config.list_physical_devices("GPU")]
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": " ".join([Path(sys.executable).name, *_arguments()]),
+        "commit": _git("describe", "--always", "--dirty"),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": gpus,
+        "tensorflow": tf.__version__,
+        "tf_stitch": _version("tf-stitch"),
+        "keras": _version("keras"),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "compiler": _first_line("g++", "--version"),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def _arguments() -> list[str]:
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    return ["-m", module.name, *sys.argv[1:]] if module else [Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _first_line(*command: str) -> str:
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "not found"
+    return out.splitlines()[0].strip() if out else ""
+
+
+def _git(*arguments: str) -> str:
+    return _first_line("git", "-C", str(Path(__file__).resolve().parent), *arguments)
+
+
+def _cpu_name() -> str:
+    """Model and widest vector unit; some virtual machines give a bare model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    flags = facts.get("flags", "").split()
+    vector = next((f for f in ("avx512f", "avx2", "sse4_2") if f in flags), platform.machine())
+    return f"{facts.get('model name', platform.machine())} ({vector})"
+
+
+def ratio(rows: Sequence[Row], workload: str, system: str, base: str = "tensorflow") -> float | None:
+    """How many times faster ``system`` is than ``base``; None when one has no figure."""
+    found = {r.system: r.latency_us for r in rows if r.workload == workload}
+    a, b = found.get(system), found.get(base)
+    return b / a if a and b else None
+
+
+def table(rows: Sequence[Row], facts: dict[str, Any]) -> Table:
+    """The rows as a table; ratios are TensorFlow's (and XLA's) latency over this system's."""
+    place = ", ".join([facts["cpu"], f"{facts['cores']} cores", *facts["gpus"]])
+    out = Table(title=f"{place}; TensorFlow {facts['tensorflow']}; {facts['date']}")
+    for name in ("workload", "system"):
+        out.add_column(name)
+    for name in ("median us", "min us", "vs TF", "vs XLA", "ops", "kernels", "compile s", "max rel err", "peak KiB"):
+        out.add_column(name, justify="right", no_wrap=True)
+    last = ""
+    for r in rows:
+        if last and r.workload != last:
+            out.add_section()
+        ratios = [_text(ratio(rows, r.workload, r.system, base), "{:.2f}x") for base in ("tensorflow", "xla")]
+        figures = [_text(r.latency_us, "{:.0f}"), _text(r.min_us, "{:.0f}"), *ratios, _text(r.ops, "{}"),
+                   _text(r.kernels, "{}"), _text(r.compile_s, "{:.2f}"), _text(r.max_rel_error, "{:.1e}"),
+                   _text(r.peak_bytes and r.peak_bytes / 1024, "{:.0f}")]
+        out.add_row(r.workload if r.workload != last else "", r.system, *(figures if not r.note else [r.note]))
+        last = r.workload
+    return out
+
+
+def _text(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def save(rows: Sequence[Row], facts: dict[str, Any], folder: Path, name: str) -> tuple[Path, Path]:
+    """Writes NAME.json and NAME.txt (the table) and returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data, text = folder / f"{name}.json", folder / f"{name}.txt"
+    data.write_text(json.dumps({"machine": facts, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+    with text.open("w") as out:
+        console = Console(file=out, width=180)
+        console.print(table(rows, facts))
+        console.print("\n".join(f"{k}: {v}" for k, v in facts.items()), highlight=False)
+    return data, text
+
+
+def profile_table(traced: Trace, title: str, top: int = 15) -> Table:
+    """Where the time of a traced call went: ops (a stitched op includes its kernels), then kernels."""
+    out = Table(title=title)
+    for name in ("what", "kind"):
+        out.add_column(name, overflow="fold", max_width=70)
+    for name in ("calls", "us", "share"):
+        out.add_column(name, justify="right")
+    for group in (traced.ops, traced.kernels):
+        total = sum(o.us for o in group) or 1.0
+        for o in group[:top]:
+            out.add_row(o.name, o.kind, str(o.calls), f"{o.us:.1f}", f"{o.us / total:.0%}")
+        out.add_section()
+    return out
+
+
+def by_kind(traced: Trace) -> Counter[str]:
+    """Microseconds per op type."""
+    out: Counter[str] = Counter()
+    for o in traced.ops:
+        out[o.kind] += round(o.us)
+    return out
+
+
+def bench_saved_model(path: str, *, signature: str = "serving_default", inputs: dict[str, np.ndarray] | None = None,
+                      batch: int = 1, systems: Sequence[str] = SYSTEMS, rounds: int = 20) -> list[Row]:
+    """Times a SavedModel's signature as it is, with XLA, and rewritten.
+
+    Args:
+      path: the SavedModel folder.
+      signature: which signature to call.
+      inputs: arrays by input name (default: drawn from the signature, unknown batch dims being ``batch``).
+      batch: size of unknown dims of drawn inputs.
+      systems: which of :data:`SYSTEMS` to run.
+      rounds: interleaved rounds.
+
+    Raises:
+      OptionError: an unknown system, a signature the model does not have, or no rounds.
+      SavedModelError: the folder cannot be read or rewritten.
+    """
+    from . import saved_model
+
+    _check(systems, rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        plain = saved_model.load(path)
+        fetch = saved_model.signature_of(plain, signature)
+        values = inputs or saved_model.sample_inputs(fetch, batch=batch)
+        args = {k: tf.constant(v) for k, v in values.items()}
+        functions: dict[str, Callable[..., Any]] = {"tensorflow": fetch}
+        functions["xla"] = tf.function(lambda **kw: fetch(**kw), jit_compile=True)
+        if "stitched" in systems:
+            target = str(Path(folder) / "rewritten")
+            saved_model.rewrite_saved_model(path, target, verify=False)
+            stitched = saved_model.load(target)
+            functions["stitched"] = saved_model.signature_of(stitched, signature)
+        calls = {name: _call(functions[name], args) for name in systems}
+        rows = measure(Path(path).name, calls, rounds=rounds)
+        base = fetch(**args)
+        for name, row in rows.items():
+            if not row.note:
+                got = functions[name](**args)
+                keys = sorted(base)
+                row.max_rel_error = max_rel_error([got[k].numpy() for k in keys], [base[k].numpy() for k in keys])
+    return list(rows.values())
+
+
+def _call(function: Callable[..., Any], args: dict[str, tf.Tensor]) -> Call:
+    return lambda: finish(function(**args))
+
+
+def _check(systems: Sequence[str], rounds: int) -> None:
+    unknown = set(systems) - set(SYSTEMS)
+    if unknown:
+        raise OptionError(f"Unknown system {', '.join(sorted(unknown))}; use {', '.join(SYSTEMS)}.")
+    if rounds < 1:
+        raise OptionError(f"The number of rounds is {rounds}; use at least 1.")
