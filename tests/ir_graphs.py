@@ -218,17 +218,18 @@ class Maker:
             self.symbols[s] = n.shape[i]
         return n
 
-    def mate(self, x: Node, dtype: str | None = None, test: Callable[[Node], bool] = lambda n: True) -> Node:
-        """A value of ``dtype`` that broadcasts with ``x``: one that exists, or a new input."""
-        dtype = dtype or x.dtype
+    def mate(self, *xs: Node, dtype: str | None = None, test: Callable[[Node], bool] = lambda n: True) -> Node:
+        """A value that broadcasts with all of ``xs``: one that exists, or a new input (dtype: the first's)."""
+        dtype = dtype or xs[0].dtype
+        whole = self.b.broadcast_shape([x.shape for x in xs])
 
         def fits(n: Node) -> bool:
-            pairs = zip(reversed(n.shape), reversed(x.shape))
+            pairs = zip(reversed(n.shape), reversed(whole))
             return n.dtype == dtype and all(a == b or 1 in (a, b) for a, b in pairs) and test(n)
 
         if self.r.random() < 0.7 and any(fits(n) for n in self.pool):
             return self.pick(fits)
-        shape = [1 if self.r.random() < 0.25 else d for d in x.shape][self.r.choice((0, 0, 0, 1)):]
+        shape = [1 if self.r.random() < 0.25 else d for d in whole][self.r.choice((0, 0, 0, 1)):]
         n = self.param(shape, dtype)
         if not test(n):
             raise Refused
@@ -248,8 +249,10 @@ class Maker:
     def op_special(self) -> None:
         op = self.r.choice(list(_SPECIAL))
         domains, lipschitz, (lo, hi), roundings = _SPECIAL[op]
-        x = self.pick(self.floating)
-        xs = [self.fit(x, *domains[0])] + [self.fit(self.mate(x), *d) for d in domains[1:]]
+        xs: list[Node] = [self.pick(self.floating)]
+        while len(xs) < len(domains):
+            xs.append(self.mate(*xs))
+        xs = [self.fit(x, *d) for x, d in zip(xs, domains, strict=True)]
         error = sum(k * self.info[a].error for k, a in zip(lipschitz, xs, strict=True))
         self.rounded(self.b.ew(op, *xs), lo, hi, error, roundings)
 
@@ -372,7 +375,8 @@ class Maker:
 
     def op_select(self) -> None:
         x = self.pick()
-        c, y = self.mate(x, "bool"), self.mate(x)
+        c = self.mate(x, dtype="bool")
+        y = self.mate(x, c)
         self.like(self.b.select(c, x, y), x, y)
 
     def op_broadcast(self) -> None:
