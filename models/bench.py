@@ -88,8 +88,10 @@ def run(workload: Workload, args: argparse.Namespace) -> list[bench.Row]:
         rows[system].max_rel_error = error
     if args.profile:
         for system in good:
+            young = runner(workload, system, batch, dynamic)
+            young(), young()  # the first calls compile and fill caches
             title = f"{workload.name} on {system}"
-            args.console.print(bench.profile_table(bench.trace(runners[system]), title, args.profile))
+            args.console.print(bench.profile_table(bench.trace(young), title, args.profile))
     return list(rows.values())
 
 

@@ -174,7 +174,8 @@ def trace(call: Call) -> Trace:
     """What a call executed, from TensorFlow's profiler (XPlane).
 
     Ops are host events named "node:Type"; kernels are the events of a GPU's streams, or on a CPU XLA's thunks and
-    the steps of stitched programs, which the op announces as "tf_stitch_kernel:name".
+    the steps of stitched programs, which the op announces as "tf_stitch_kernel:name".  TensorFlow stops reporting cheap
+    ops after some ten calls of a function, so trace a young one.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
