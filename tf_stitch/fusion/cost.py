@@ -136,6 +136,21 @@ def _inlined(item: Any, stop: set[Node]) -> list[Node]:
     return [n for n in found if n.op != "param"]
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """Time of a kernel, and the part of it that computes (both summed over environments and core counts)."""
+
+    ns: float
+    compute_ns: float
+
+
+def _spread(parts: list[Load], cores: int) -> tuple[float, float]:
+    """(cores kept busy, time to compute) when the blocks of all parts share ``cores``."""
+    work = sum(p.ns for p in parts)
+    longest = max(p.ns / max(1, min(cores, p.blocks)) for p in parts)
+    return max(1.0, min(cores, work / longest)) if longest else cores, max(longest, work / cores)
+
+
 class CostModel:
     """Estimates for one target over nominal environments; times are summed over environments and core counts."""
 
@@ -148,31 +163,25 @@ class CostModel:
 
     @property
     def launches_ns(self) -> float:
-        """The time of one launch, in the units of group_ns."""
+        """The time of one launch, in the units of Estimate."""
         return self.machine.launch * len(self.cores) * len(self.envs)
 
-    def group_ns(self, group: Group, scheduled: Any) -> float:
+    def estimate(self, group: Group, scheduled: Any) -> Estimate:
         """Estimated time of a group's kernel under a schedule."""
         loads = [part_loads(scheduled, self.machine, env) for env in self.envs]
         if not all(loads):  # a schedule that says no more than its blocks
-            loads = [[Load(value_of(scheduled.blocks, env), w)]
-                     for env, w in zip(self.envs, self._least_work(group), strict=True)]
-        return self._total(group, loads)
-
-    def ideal_ns(self, group: Group) -> float:
-        """The same kernel if every node were computed once and there were blocks for every core."""
-        return self._total(group, [[Load(1 << 30, w)] for w in self._least_work(group)])
-
-    def _least_work(self, group: Group) -> list[float]:
-        return [sum(self._compute(n)[e] for n in group.nodes) for e in range(len(self.envs))]
-
-    def _total(self, group: Group, loads: list[list[Load]]) -> float:
+            loads = [[Load(value_of(scheduled.blocks, env), sum(self._compute(n)[e] for n in group.nodes))]
+                     for e, env in enumerate(self.envs)]
         reads = self._reads(group)
-        total = 0.0
+        total = compute = 0.0
         for e, parts in enumerate(loads):
             sizes = [read[e] for read in reads] + [self._bytes(n)[e] for n in group.outputs]
-            total += sum(self._one(parts, sizes, c) for c in self.cores)
-        return total
+            for cores in self.cores:
+                busy, spent = _spread(parts, cores)
+                memory = sum(self._traffic_ns(size, busy) for size in sizes)
+                total += self.machine.launch + max(spent, memory) + 0.25 * min(spent, memory)
+                compute += spent
+        return Estimate(total, compute)
 
     def _reads(self, group: Group) -> list[list[int]]:
         """Bytes per environment that the group reads of each input: what a slice or gather skips is not read."""
@@ -184,14 +193,6 @@ class CostModel:
                     touched[i] = [t + b for t, b in zip(touched[i], self._bytes(part), strict=True)]
         return [[min(t, b) for t, b in zip(touched[i], self._bytes(i), strict=True)] for i in group.inputs]
 
-    def _one(self, parts: list[Load], sizes: list[int], cores: int) -> float:
-        work = sum(p.ns for p in parts)
-        longest = max(p.ns / max(1, min(cores, p.blocks)) for p in parts)
-        busy = max(1.0, min(cores, work / longest)) if longest else cores
-        compute = max(longest, work / cores)
-        memory = sum(self._traffic_ns(size, busy) for size in sizes)
-        return self.machine.launch + max(compute, memory) + 0.25 * min(compute, memory)
-
     def _traffic_ns(self, size: int, busy: float) -> float:
         m = self.machine
         if size <= m.cache_bytes:
@@ -199,7 +200,7 @@ class CostModel:
         return size / min(m.core_bandwidth * busy, m.total_bandwidth)
 
     def copy_ns(self, nodes: Iterable[Node]) -> float:
-        """Time to compute ``nodes`` once more, on one core, in the units of group_ns."""
+        """Time to compute ``nodes`` once more, on one core, in the units of Estimate."""
         return len(self.cores) * sum(sum(self._compute(n)) for n in nodes)
 
     def _compute(self, node: Node) -> tuple[float, ...]:

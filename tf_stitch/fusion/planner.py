@@ -28,6 +28,7 @@ ALONE = frozenset({"conv", "window"})  # library-sized work: a kernel of its own
 DOT_INLINE_WORK = 64 * 64 * 64  # multiply-adds of one batch entry up to which a dot may join a group
 VIEWS = frozenset({"reshape"})
 INDEXING = frozenset({"slice", "transpose", "reverse", "pad", "concat"})  # cost nothing where they are read
+SLACK = 1.15  # how much more computing a union of many units may do than the units do
 COPY_NODES = 8  # the longest cheap chain that several groups may each compute for themselves
 
 Build = Callable[[Group, Any], Any]
@@ -35,12 +36,12 @@ Build = Callable[[Group, Any], Any]
 
 @dataclass(frozen=True)
 class Planned:
-    """A candidate kernel with its schedule, its estimated time and that with blocks for every core."""
+    """A candidate kernel with its schedule and its estimated time, of which ``compute_ns`` is spent computing."""
 
     group: Group
     scheduled: Any
     ns: float
-    ideal_ns: float
+    compute_ns: float
 
 
 def plan(graph: Graph, target: Any, build: Build | None = None) -> list[Group]:
@@ -86,10 +87,10 @@ class Planner:
 
     def run(self) -> list[Planned]:
         self.join_chains()
+        self.split_unschedulable()
         for region in self.regions():
             if not self.take_whole(region):
                 self.grow(region)
-        self.split_unschedulable()
         self.copy_small_producers()
         self.merge_layers()
         return [self.planned(u.nodes) for u in self.parts.in_order()]
@@ -109,7 +110,8 @@ class Planner:
             scheduled = self.build(group, self.target)
         except Unschedulable:
             return None
-        return Planned(group, scheduled, self.model.group_ns(group, scheduled), self.model.ideal_ns(group))
+        estimate = self.model.estimate(group, scheduled)
+        return Planned(group, scheduled, estimate.ns, estimate.compute_ns)
 
     def planned(self, nodes: frozenset[Node]) -> Planned:
         found = self.candidate(nodes)
@@ -214,15 +216,24 @@ class Planner:
         return sorted(found, key=lambda u: (s.span[u], -s.depth[u], u.id))
 
     def try_run(self, units: frozenset[Unit]) -> Unit | None:
-        """Joins many units at once, if nothing is lost against the best that one kernel can do."""
-        return self.parts.contract(units) if self.is_ideal(units) else None
+        """Joins many units at once, if that costs no parallelism and no work."""
+        return self.parts.contract(units) if self.is_free(units) else None
 
-    def is_ideal(self, units: frozenset[Unit]) -> bool:
-        """True when the union is legal and within one launch of its time with no shortage of blocks."""
+    def is_free(self, units: frozenset[Unit]) -> bool:
+        """True when the union is legal and computes about as fast as its units do, each with its own blocks.
+
+        Launches and memory traffic that the union saves do not count: they could pay for a poor union where a
+        smaller one would save nearly as much.
+        """
         if self.parts.makes_cycle(units):
             return False
         merged = self.candidate(frozenset().union(*(u.nodes for u in units)))
-        return merged is not None and merged.ns <= merged.ideal_ns + self.model.launches_ns
+        if merged is None:
+            return False
+        apart = [self.candidate(u.nodes) for u in units]
+        if not all(apart):
+            return True
+        return merged.compute_ns <= SLACK * sum(a.compute_ns for a in apart if a) + self.model.launches_ns
 
     def try_merge(self, unit: Unit, producer: Unit, refused: set[Unit]) -> Unit | None:
         both = frozenset((unit, producer))
