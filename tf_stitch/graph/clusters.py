@@ -36,7 +36,8 @@ PLUMBING = CONTROL_FLOW | {
     "VarHandleOp", "ReadVariableOp", "AssignVariableOp", "VarIsInitializedOp", "VariableV2", "Variable", "Assert",
     "PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case",
     "StatelessCase", "_Send", "_Recv", "_HostSend", "_HostRecv", "StitchedProgram", "RestoreV2", "SaveV2",
-    "MergeV2Checkpoints", "ShardedFilename", "StaticRegexFullMatch"}
+    "MergeV2Checkpoints", "ShardedFilename", "StaticRegexFullMatch", "DisableCopyOnRead", "AssignAddVariableOp",
+    "AssignSubVariableOp"}
 SMALL_ELEMENTS = 64  # of an integer tensor that counts as shape arithmetic
 
 

@@ -30,7 +30,6 @@ Progress = Callable[[int, int, str], None]
 
 OP = "StitchedProgram"
 OUTPUT_ARG = "results"
-FALLBACK_MARK = "_tf_stitch_fallback"
 FALLBACK_PREFIX = "tf_stitch_fallback_"
 MAX_ROUNDS = 40  # of finding clusters again after a node turned out not to be importable
 
@@ -81,14 +80,13 @@ _OUTSIDE = "it is outside of the functions to be stitched"
 def _untouchable(graph: graph_pb2.GraphDef) -> dict[str, str]:
     """Functions that must stay as they are, with the reason."""
     library = {f.signature.name: f for f in graph.library.function}
-    out = {}
-    for name, f in library.items():
-        if f.attr[FALLBACK_MARK].b if FALLBACK_MARK in f.attr else False:
-            out[name] = _IS_FALLBACK
-        elif f.signature.attr:
-            out[name] = "its types are not fixed"
+    out: dict[str, str] = {}
+    nodes = [*graph.node, *(n for f in library.values() for n in f.node_def)]
+    out.update((n.attr["fallback"].func.name, _IS_FALLBACK) for n in nodes if n.op == OP)
+    out.update((name, "it saves or restores variables") for name, f in library.items()
+               if any(n.op in ("SaveV2", "RestoreV2") for n in f.node_def))
+    out.update((name, "its types are not fixed") for name, f in library.items() if f.signature.attr)
     stack = [n for n, f in library.items() if _is_xla(f.attr)]
-    nodes = itertools.chain(graph.node, *(f.node_def for f in library.values()))
     stack.extend(called for node in nodes if _is_xla(node.attr) for called in _called(node))
     while stack:
         name = stack.pop()
@@ -197,7 +195,9 @@ class _Place:
     def _job(self, c: Cluster) -> _Job:
         assert self.view is not None
         graph = import_cluster(self.view, c.nodes, list(c.inputs), list(c.outputs), c.root)
-        return _Job(c, graph, compiler.build_program(graph, of_options(self.options)))
+        program = compiler.build_program(graph, of_options(self.options))
+        serialize.dumps(program)  # a program that cannot be written must not come up again while splicing
+        return _Job(c, graph, program)
 
     def _blame(self, c: Cluster, error: Exception) -> dict[str, str]:
         """The nodes to leave out after an error: the one that the error names, else the whole cluster."""
@@ -458,7 +458,6 @@ def _fallback(view: GraphView, c: Cluster) -> function_pb2.FunctionDef:
                 node.attr[key].CopyFrom(value)
     for i, ref in enumerate(c.outputs):
         fdef.ret[f"out_{i}"] = _body_text(view, ref)
-    fdef.attr[FALLBACK_MARK].b = True
     digest = hashlib.sha256(fdef.SerializeToString(deterministic=True)).hexdigest()
     fdef.signature.name = FALLBACK_PREFIX + digest[:20]
     return fdef
