@@ -615,7 +615,7 @@ _OFTEN = {"arithmetic": 4, "unary": 3, "reduce": 3, "select": 2, "reshape": 2, "
 
 def make_case(r: random.Random, *, symbolic: bool | None = None, steps: int | None = None,
               families: Sequence[str] = _FAMILIES, float_types: Sequence[str] = FLOATS,
-              int_types: Sequence[str] = INTS) -> Case:
+              int_types: Sequence[str] = INTS, simplified: bool = True) -> Case:
     """Draws a graph with ``r``.
 
     Args:
@@ -623,6 +623,7 @@ def make_case(r: random.Random, *, symbolic: bool | None = None, steps: int | No
       steps: number of operations to add (None: drawn, 2 to 14).
       families: names of Maker's ``op_`` methods to draw from.
       float_types, int_types: element types to draw from.
+      simplified: False leaves the graph as it was built.
     """
     m = Maker(r, r.random() < 0.7 if symbolic is None else symbolic, float_types, int_types)
     while len(m.b.params) < r.choice((1, 2, 3)):
@@ -639,7 +640,8 @@ def make_case(r: random.Random, *, symbolic: bool | None = None, steps: int | No
     if r.random() < 0.2:
         outputs.append(r.choice(m.pool))
     outputs = list(dict.fromkeys(outputs))
-    return Case(m.b.finish(outputs, "random"), tuple(4 * m.info[o].error for o in outputs))
+    graph = (m.b.finish if simplified else m.b.raw)(outputs, "random")
+    return Case(graph, tuple(4 * m.info[o].error for o in outputs))
 
 
 def random_case(seed: int, **options) -> Case:

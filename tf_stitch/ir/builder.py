@@ -381,12 +381,20 @@ class Builder:
 
     def finish(self, outputs: Sequence[Node], name: str = "") -> Graph:
         """The graph of everything that ``outputs`` need, simplified and verified."""
-        graph = Graph(list(self.params), list(outputs), list(self._unifier.guards), dict(self.symbols), name)
-        graph = simplify(graph)
-        used = used_symbols(graph)
-        graph.symbols = {k: v for k, v in graph.symbols.items() if k in used}
+        graph = drop_symbols(simplify(self.raw(outputs, name)))
         verify(graph)
         return graph
+
+    def raw(self, outputs: Sequence[Node], name: str = "") -> Graph:
+        """The graph as it was built."""
+        return Graph(list(self.params), list(outputs), list(self._unifier.guards), dict(self.symbols), name)
+
+
+def drop_symbols(graph: Graph) -> Graph:
+    """The same graph without the symbols that nothing mentions."""
+    used = used_symbols(graph)
+    graph.symbols = {k: v for k, v in graph.symbols.items() if k in used}
+    return graph
 
 
 def _lone_symbol(d: Dim) -> Symbol | None:
