@@ -1,0 +1,108 @@
+"""The measuring code: errors, interleaving, counts, failures, result files."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models import bench as models_bench
+from tf_stitch import bench
+
+
+def test_max_rel_error() -> None:
+    a = np.array([1.0, -4.0])
+    assert bench.max_rel_error([a], [a]) == 0.0
+    assert bench.max_rel_error([a, a + 0.4], [a, a]) == pytest.approx(0.1)
+    assert bench.max_rel_error([np.zeros(0)], [np.zeros(0)]) == 0.0
+    assert bench.max_rel_error([np.array([0.5])], [np.array([0.0])]) == 0.5
+    assert bench.max_rel_error([np.array(["a", "b"], object)], [np.array(["a", "c"], object)]) == 1.0
+
+
+def test_max_rel_error_wants_the_same_nan_and_inf() -> None:
+    wild = np.array([np.nan, np.inf, 2.0])
+    assert bench.max_rel_error([wild], [wild]) == 0.0
+    assert bench.max_rel_error([wild], [np.array([np.nan, -np.inf, 2.0])]) == np.inf
+    assert bench.max_rel_error([wild], [np.array([1.0, np.inf, 2.0])]) == np.inf
+
+
+def test_max_rel_error_refuses_other_shapes() -> None:
+    with pytest.raises(ValueError, match="Shapes differ"):
+        bench.max_rel_error([np.zeros(2)], [np.zeros((2, 1))])
+    with pytest.raises(ValueError, match="1 outputs but 0"):
+        bench.max_rel_error([np.zeros(2)], [])
+
+
+def test_interleave_gives_every_system_every_place() -> None:
+    log: list[str] = []
+    calls = {name: lambda name=name: log.append(name) for name in "abc"}
+    samples = bench.interleave(calls, rounds=3, round_s=0.0)
+    assert {k: len(v) for k, v in samples.items()} == {"a": 3, "b": 3, "c": 3}
+    assert "".join(log[-9:]) == "abcbcacab"  # after the warm-up calls
+
+
+def test_measure_counts_ops_and_keeps_failures() -> None:
+    x = tf.ones([4, 8])
+    good = tf.function(lambda: tf.nn.softmax(tf.matmul(x, x, transpose_b=True) + 1.0))
+
+    def bad() -> None:
+        raise RuntimeError("no such device\nand more")
+
+    rows = bench.measure("w", {"tensorflow": good, "xla": bad}, rounds=2, round_s=0.001)
+    row = rows["tensorflow"]
+    assert row.ops == row.kernels and row.ops is not None and 2 <= row.ops <= 4
+    assert row.min_us is not None and row.latency_us is not None and 0 < row.min_us <= row.latency_us
+    assert rows["xla"].note == "RuntimeError: no such device"
+    assert rows["xla"].latency_us is None
+
+
+def test_trace_counts_calls_of_every_op() -> None:
+    x = tf.constant(np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32))
+
+    @tf.function
+    def chain(x: tf.Tensor) -> tf.Tensor:
+        for _ in range(3):
+            x = tf.cumsum(tf.matmul(x, x))
+        return x
+
+    chain(x)
+    kinds = bench.by_kind(bench.trace(lambda: chain(x)))
+    assert set(kinds) & {"MatMul", "_MklMatMul"} and "Cumsum" in kinds
+
+
+def test_result_files(tmp_path: Path) -> None:
+    rows = [bench.Row("w", "tensorflow", 200.0, 190.0, 5, 5, 0.1, 1e-7, 2048), bench.Row("w", "xla", note="Oops: no"),
+            bench.Row("w", "stitched", 100.0, 90.0, 1, 2, 0.5, 2e-7, 1024)]
+    assert bench.ratio(rows, "w", "stitched") == 2.0
+    assert bench.ratio(rows, "w", "xla") is None
+    data, text = bench.save(rows, bench.machine(), tmp_path / "new", "cpu")
+    saved = json.loads(data.read_text())
+    assert [r["system"] for r in saved["rows"]] == ["tensorflow", "xla", "stitched"]
+    assert {"cpu", "cores", "tensorflow", "commit", "date", "command"} <= set(saved["machine"])
+    assert "2.00x" in text.read_text() and "Oops: no" in text.read_text()
+
+
+def test_verdicts_name_what_is_slow_or_wrong() -> None:
+    rows = [bench.Row("w", "tensorflow", 100.0), bench.Row("w", "stitched", 110.0, max_rel_error=1e-3)]
+    slow, wrong = models_bench.verdicts(rows)
+    assert slow == "w: stitched takes 1.10 times TensorFlow's time"
+    assert wrong == "w: stitched is off by 1.0e-03 of the largest value"
+    rows[1] = bench.Row("w", "stitched", 101.0, max_rel_error=1e-7)
+    assert models_bench.verdicts(rows) == []
+
+
+def test_quick_run_writes_all_systems(tmp_path: Path) -> None:
+    status = models_bench.main(["--workloads=lr", "--systems=tensorflow,xla,stitched", "--quick", f"--out={tmp_path}"])
+    rows = json.loads((tmp_path / "cpu.json").read_text())["rows"]
+    assert [r["system"] for r in rows] == ["tensorflow", "xla", "stitched"]
+    assert all(r["latency_us"] > 0 and not r["note"] for r in rows)
+    assert status == 0
+
+
+@pytest.mark.parametrize("bad", [["--systems=tvm"], ["--workloads=nope"], ["--rounds=0"]])
+def test_bad_arguments(bad: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        models_bench.parse(bad)
+    assert end.value.code == 2
