@@ -197,9 +197,7 @@ TS_FN T ts_softplus(T x) {
 
 // --- integer power -----------------------------------------------------------------------------------
 
-// Integer power, wrapping.  TensorFlow raises an error for a negative exponent; there is no status here, so
-// the importer must leave such a Pow to TensorFlow (a negative exponent gives the truncated real result:
-// 1 / a^|n|, and 0 for a == 0).
+// Integer power, wrapping.  A negative exponent gives the truncated real result (1 / a^|n|, and 0 for a == 0).
 template <class T>
 TS_FN T ts_pow(T a, T n) {
   typedef typename ts_unsigned<T>::type U;
@@ -210,6 +208,13 @@ TS_FN T ts_pow(T a, T n) {
     base *= base;
   }
   return (T)(U)result;
+}
+
+// The same, but a negative exponent sets *status: TensorFlow raises an error for it.
+template <class T>
+TS_FN T ts_int_pow(T a, T n, ts_i32* status) {
+  if (n < T(0)) *status = 1;
+  return ts_pow(a, n);
 }
 
 #include "ts_special.h"

@@ -3,13 +3,11 @@ from __future__ import annotations
 
 from functools import reduce
 
-import numpy as np
-
 from ...ir.dtypes import DTYPES
 from ...ir.graph import Node
 from ..view import GraphView, NodeView
 from .context import Context
-from .registry import BOOL, FLOAT, INT, NUM, Check, lower
+from .registry import BOOL, FLOAT, INT, NUM, lower
 
 # TensorFlow op -> (IR op, element kinds of TensorFlow's kernel)
 _UNARY = {
@@ -29,7 +27,7 @@ _UNARY = {
 _BINARY = {
     "Add": ("add", NUM), "AddV2": ("add", NUM), "Sub": ("sub", NUM), "Mul": ("mul", NUM), "RealDiv": ("div", FLOAT),
     "TruncateDiv": ("int_div", INT), "DivNoNan": ("div_no_nan", FLOAT), "Maximum": ("max", NUM),
-    "Minimum": ("min", NUM), "Pow": ("pow", NUM), "Atan2": ("atan2", FLOAT),
+    "Minimum": ("min", NUM), "Atan2": ("atan2", FLOAT),
     "NextAfter": ("nextafter", FLOAT), "Igamma": ("igamma", FLOAT),
     "Igammac": ("igammac", FLOAT), "Zeta": ("zeta", FLOAT), "Polygamma": ("polygamma", FLOAT),
     "BitwiseAnd": ("bit_and", INT), "BitwiseOr": ("bit_or", INT), "BitwiseXor": ("bit_xor", INT),
@@ -77,6 +75,11 @@ def round_(c: Context, x: Node) -> Node:
 @lower("Div", kinds=NUM)
 def div(c: Context, x: Node, y: Node) -> Node:
     return c.b.ew("div" if c.is_float(x) else "int_div", x, y)
+
+
+@lower("Pow", kinds=NUM)
+def power(c: Context, x: Node, y: Node) -> Node:
+    return c.b.ew("pow" if c.is_float(x) else "int_pow", x, y)
 
 
 @lower("FloorDiv", kinds=NUM)
@@ -197,21 +200,3 @@ def _same_size(view: GraphView, node: NodeView) -> str | None:
 @lower("Bitcast", check=_same_size)
 def bitcast(c: Context, x: Node) -> Node:
     return c.b.bitcast(x, c.dtype)
-
-
-# --- what is checked before ------------------------------------------------------------------------
-
-def _exponent_reason(view: GraphView, node: NodeView) -> str | None:
-    """An integer to a negative power is an error in TensorFlow; only exponents known to be fine are taken."""
-    if not DTYPES[view.dtype(node.inputs[1])].is_integer:
-        return None
-    exponent = view.constant(node.inputs[1])
-    known = exponent is not None and bool(np.all(exponent >= 0))
-    return None if known or DTYPES[view.dtype(node.inputs[1])].kind == "uint" else "an integer power may be negative"
-
-
-def _checked(op: str, kinds: frozenset[str], check: Check) -> None:
-    lower(op, kinds=kinds, check=check)(_direct(_BINARY[op][0]))
-
-
-_checked("Pow", NUM, _exponent_reason)
