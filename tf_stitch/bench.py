@@ -29,6 +29,7 @@ from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from .errors import OptionError
+from .saved_model import relative_error
 
 Call = Callable[[], Any]
 
@@ -84,28 +85,15 @@ class Trace:
 
 
 def max_rel_error(outputs: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
-    """Largest absolute difference over the largest reference value, worst output; NaN and Inf must agree.
+    """Worst :func:`~tf_stitch.saved_model.relative_error` of the outputs; the reference may be of a wider type.
 
     Raises:
-      ValueError: the numbers of outputs or their shapes differ.
+      ValueError: the numbers of outputs differ.
     """
     if len(outputs) != len(reference):
         raise ValueError(f"There are {len(outputs)} outputs but {len(reference)} reference outputs.")
-    return max((_error_of(np.asarray(a), np.asarray(b)) for a, b in zip(outputs, reference)), default=0.0)
-
-
-def _error_of(a: np.ndarray, b: np.ndarray) -> float:
-    if a.shape != b.shape:
-        raise ValueError(f"Shapes differ: {a.shape} and {b.shape}.")
-    if a.dtype == object or a.dtype.kind in "SUb":
-        return float(np.any(a != b))
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    wild = ~(np.isfinite(x) & np.isfinite(y))
-    if np.any(wild & ~((x == y) | (np.isnan(x) & np.isnan(y)))):
-        return float("inf")
-    x, y = np.where(wild, 0.0, x), np.where(wild, 0.0, y)
-    largest = float(np.max(np.abs(y), initial=0.0))
-    return float(np.max(np.abs(x - y), initial=0.0)) / (largest or 1.0)
+    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(outputs, reference)]
+    return max((relative_error(a.astype(b.dtype), b) for a, b in pairs), default=0.0)
 
 
 def finish(outputs: Any) -> Any:

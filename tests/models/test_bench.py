@@ -18,7 +18,9 @@ def test_max_rel_error() -> None:
     assert bench.max_rel_error([a, a + 0.4], [a, a]) == pytest.approx(0.1)
     assert bench.max_rel_error([np.zeros(0)], [np.zeros(0)]) == 0.0
     assert bench.max_rel_error([np.array([0.5])], [np.array([0.0])]) == 0.5
-    assert bench.max_rel_error([np.array(["a", "b"], object)], [np.array(["a", "c"], object)]) == 1.0
+    assert bench.max_rel_error([np.array(["a", "b"], object)], [np.array(["a", "c"], object)]) == np.inf
+    assert bench.max_rel_error([np.float32(1.5)], [np.float64(1.0)]) == 0.5
+    assert bench.max_rel_error([np.zeros(2)], [np.zeros((2, 1))]) == np.inf
 
 
 def test_max_rel_error_wants_the_same_nan_and_inf() -> None:
@@ -28,9 +30,7 @@ def test_max_rel_error_wants_the_same_nan_and_inf() -> None:
     assert bench.max_rel_error([wild], [np.array([1.0, np.inf, 2.0])]) == np.inf
 
 
-def test_max_rel_error_refuses_other_shapes() -> None:
-    with pytest.raises(ValueError, match="Shapes differ"):
-        bench.max_rel_error([np.zeros(2)], [np.zeros((2, 1))])
+def test_max_rel_error_refuses_missing_outputs() -> None:
     with pytest.raises(ValueError, match="1 outputs but 0"):
         bench.max_rel_error([np.zeros(2)], [])
 
