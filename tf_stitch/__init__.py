@@ -1,0 +1,71 @@
+"""tf_stitch runs large parts of a TensorFlow model as stitched kernels.
+
+    @tf_stitch.function                 # a tf.function whose graphs are stitched
+    tf_stitch.enable(), disable()       # every tf.function of the process, Keras fit and predict included
+    tf_stitch.rewrite_saved_model(src, dst)
+    tf_stitch.rewrite_graph_def(graph_def)
+
+Importing tf_stitch is cheap; TensorFlow and the op library are loaded when something needs them.  To load a
+rewritten SavedModel, call ``tf_stitch.load_library()`` before ``tf.saved_model.load``, or use
+``tf_stitch.load_saved_model``.
+"""
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import load_library, rewrite_graph_def
+    from .errors import CompileError, OptionError, SavedModelError, StitchError, VerifyError
+    from .hook import disable, enable, function, is_enabled, reports
+    from .options import Options
+    from .report import Report
+    from .saved_model import load as load_saved_model
+    from .saved_model import rewrite_saved_model
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "function": "hook", "enable": "hook", "disable": "hook", "is_enabled": "hook", "reports": "hook",
+    "rewrite_graph_def": "api", "load_library": "api",
+    "rewrite_saved_model": "saved_model", "load_saved_model": "saved_model",
+    "Options": "options", "Report": "report",
+    "StitchError": "errors", "OptionError": "errors", "CompileError": "errors", "SavedModelError": "errors",
+    "VerifyError": "errors",
+}
+
+__all__ = ["CompileError", "OptionError", "Options", "Report", "SavedModelError", "StitchError", "VerifyError",
+           "disable", "enable", "function", "is_enabled", "load_library", "load_saved_model", "reports",
+           "rewrite_graph_def", "rewrite_saved_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tf_stitch' has no attribute '{name}'")
+    home = import_module(f".{_HOME[name]}", __name__)
+    value = getattr(home, "load" if name == "load_saved_model" else name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _register_with_tensorflow() -> None:
+    """Loads the op library when TensorFlow is there already, so that rewritten models load after the import."""
+    if "tensorflow" not in sys.modules or not hasattr(sys.modules["tensorflow"], "load_op_library"):
+        return
+    import logging
+
+    from . import runtime
+    from .errors import StitchError as Error
+
+    try:
+        runtime.load()
+    except Error as error:
+        logging.getLogger("tf_stitch").warning("%s", error)
+
+
+_register_with_tensorflow()

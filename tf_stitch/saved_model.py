@@ -227,6 +227,43 @@ def _disk_errors(goal: Path) -> Iterator[None]:
 
 # --- verifying ---------------------------------------------------------------------------------------
 
+def load(folder: str | os.PathLike[str]) -> Any:
+    """A SavedModel, stitched or not, loaded into this process.  Raises SavedModelError."""
+    import tensorflow as tf
+
+    from . import runtime
+
+    read(Path(folder))
+    runtime.load()
+    try:
+        return tf.saved_model.load(os.fspath(folder))
+    except Exception as error:
+        raise SavedModelError(f"'{folder}' cannot be loaded by TensorFlow: {_first_line(error)}") from None
+
+
+def signature_of(model: Any, name: str = "serving_default") -> Any:
+    """A loaded model's signature: a function of named tensors.  Raises OptionError when it has none of that name."""
+    names = [n for n in model.signatures if n != INIT_SIGNATURE]
+    if name in names:
+        return model.signatures[name]
+    has = f"it has {', '.join(map(repr, names))}" if names else "it has none"
+    raise OptionError(f"The model has no signature '{name}'; {has}.")
+
+
+def sample_inputs(signature: Any, batch: int = 1) -> dict[str, np.ndarray]:
+    """Inputs drawn for a signature that it accepts; unknown first dims are ``batch``."""
+    wrapped = Signature("signature", _Keeper(None, signature), signature.structured_input_signature[1])
+    for inputs in _drawn(wrapped, batch):
+        with contextlib.suppress(SavedModelError):
+            _run(wrapped, inputs)
+            return inputs
+    raise SavedModelError(_NOT_DRAWN.format("signature"))
+
+
+_NOT_DRAWN = ("No inputs could be drawn that the signature '{}' accepts; give some with --inputs FILE.npz (inputs=...) "
+              "or use --no-verify (verify=False).")
+
+
 @dataclass(frozen=True)
 class Signature:
     """A callable of a loaded model and its named inputs."""
@@ -244,10 +281,10 @@ def compare(original: Path, rewritten: Path, samples: Inputs | None = None,
     else inputs drawn from it with batch sizes 1, 3 and 17.  Raises VerifyError when an error is above the
     tolerance of its element type, SavedModelError when a model cannot be loaded or run.
     """
-    from . import runtime
-
-    runtime.load()
     mine, theirs = signatures(rewritten), signatures(original)
+    if not theirs:
+        raise SavedModelError(f"'{original}' has no signature to verify it with; export it with one or use --no-verify "
+                              "(verify=False).")
     errors: dict[str, tuple[float, str]] = {}
     for k, (name, reference) in enumerate(theirs.items()):
         if name not in mine:
@@ -262,22 +299,14 @@ def compare(original: Path, rewritten: Path, samples: Inputs | None = None,
 
 def signatures(folder: Path) -> dict[str, Signature]:
     """The signatures of a SavedModel, loaded into this process."""
-    import tensorflow as tf
-
-    try:
-        model = tf.saved_model.load(os.fspath(folder))
-    except Exception as error:
-        raise SavedModelError(f"'{folder}' cannot be loaded by TensorFlow: {_first_line(error)}") from None
-    out = {}
-    for name, fn in model.signatures.items():
-        if name != INIT_SIGNATURE:
-            out[name] = Signature(name, _Keeper(model, fn), fn.structured_input_signature[1])
-    return out
+    model = load(folder)
+    return {name: Signature(name, _Keeper(model, fn), fn.structured_input_signature[1])
+            for name, fn in model.signatures.items() if name != INIT_SIGNATURE}
 
 
 @dataclass(frozen=True)
 class _Keeper:
-    """A signature that keeps its model alive."""
+    """A signature that keeps its model alive; results are arrays."""
 
     model: Any
     fn: Callable[..., Mapping[str, Any]]
@@ -305,8 +334,7 @@ def _runs(reference: Signature, mine: Signature, samples: Inputs) -> Iterator[tu
             done += 1
             break
     if not done:
-        raise SavedModelError(f"No inputs could be drawn that the signature '{reference.name}' accepts; give some "
-                              "with --inputs FILE.npz (inputs=...) or use --no-verify (verify=False).")
+        raise SavedModelError(_NOT_DRAWN.format(reference.name))
 
 
 def _run(signature: Signature, inputs: Inputs) -> dict[str, np.ndarray]:

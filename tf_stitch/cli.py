@@ -1,0 +1,194 @@
+"""The tf-stitch command: rewrite, explain, bench, doctor.
+
+Results go to stdout, progress and messages to stderr.  Exit status: 0 done, 1 failed (one sentence on stderr),
+2 wrong usage, 130 interrupted.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import OptionError, StitchError
+
+Progress = Callable[[int, int, str], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    args = _parser().parse_args(argv)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3" if args.quiet else "2")
+    logging.basicConfig(format="%(message)s", level=logging.ERROR if args.quiet else logging.WARNING)
+    try:
+        return args.run(args)
+    except StitchError as error:
+        print(f"tf-stitch: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of stdout has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("tf-stitch: interrupted", file=sys.stderr)
+        return 130
+
+
+# --- commands ----------------------------------------------------------------------------------------
+
+def _rewrite(args: argparse.Namespace) -> int:
+    from .saved_model import rewrite_saved_model
+
+    with _progress(args) as progress:
+        report = rewrite_saved_model(args.src, args.dst, target=args.target, options=_options(args), verify=args.verify,
+                                     overwrite=args.overwrite, inputs=args.inputs, progress=progress)
+    _print_report(report, args)
+    if not args.quiet and not args.json:
+        print(f"Written: {args.dst}")
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from .saved_model import explain_saved_model
+
+    with _progress(args) as progress:
+        report = explain_saved_model(args.src, _options(args), progress)
+    _print_report(report, args)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .bench import bench_saved_model, machine, table
+    from .saved_model import load_inputs
+
+    rows = bench_saved_model(args.src, signature=args.signature, inputs=load_inputs(args.inputs) or None,
+                             batch=args.batch, systems=args.systems.split(","), rounds=args.rounds)
+    facts = machine()
+    if args.json:
+        from dataclasses import asdict
+
+        print(json.dumps({"machine": facts, "rows": [asdict(r) for r in rows]}, indent=1))
+    else:
+        Console(width=None if sys.stdout.isatty() else 180).print(table(rows, facts))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from . import doctor
+
+    return doctor.main(json_output=args.json, quiet=args.quiet)
+
+
+# --- shared ------------------------------------------------------------------------------------------
+
+def _options(args: argparse.Namespace) -> Any:
+    from .options import Options
+
+    chosen: dict[str, Any] = {"target": args.target, "skip_ops": tuple(args.skip_op)}
+    if args.min_ops is not None:
+        chosen["min_ops"] = args.min_ops
+    if args.native:
+        chosen["levels"] = ()
+    return Options(**chosen)
+
+
+def _print_report(report: Any, args: argparse.Namespace) -> None:
+    if args.html:
+        try:
+            Path(args.html).write_text(report.to_html(f"tf_stitch: {args.src}"), encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"The HTML report '{args.html}' cannot be written: {error.strerror}.") from None
+    if args.json:
+        print(report.to_json())
+    elif not args.quiet:
+        report.to_text()
+
+
+@contextlib.contextmanager
+def _progress(args: argparse.Namespace) -> Iterator[Progress | None]:
+    """A bar on stderr per kind of work; nothing with -q or --json, or when stderr is no terminal."""
+    if args.quiet or args.json or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bars = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                    console=Console(stderr=True), transient=True)
+    tasks: dict[str, Any] = {}
+
+    def tell(done: int, total: int, what: str) -> None:
+        kind = what.split()[0]
+        if kind not in tasks:
+            tasks[kind] = bars.add_task(what, total=total)
+        bars.update(tasks[kind], completed=done, total=total, description=what)
+
+    with bars:
+        yield tell
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tf-stitch", description="Runs large parts of a TensorFlow model as stitched "
+                                     "kernels.")
+    from . import __version__
+
+    parser.add_argument("--version", action="version", version=f"tf-stitch {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    output = argparse.ArgumentParser(add_help=False)
+    output.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+    output.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
+
+    how = argparse.ArgumentParser(add_help=False)
+    how.add_argument("--target", default="auto", metavar="TARGET", help="auto, host or cuda:sm_NN (default: auto)")
+    how.add_argument("--native", action="store_true", help="build code for this machine only (faster to build)")
+    how.add_argument("--min-ops", type=_positive, metavar="N", help="leave clusters of fewer compute ops to TensorFlow")
+    how.add_argument("--skip-op", action="append", default=[], metavar="TYPE", help="never stitch ops of this type")
+    how.add_argument("--html", metavar="FILE", help="also write the report as a self-contained web page")
+
+    rewrite = commands.add_parser("rewrite", parents=[output, how], help="write a stitched copy of a SavedModel",
+                                  description="Writes a stitched copy of the SavedModel SRC to DST.")
+    rewrite.add_argument("src", metavar="SRC")
+    rewrite.add_argument("dst", metavar="DST")
+    rewrite.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True,
+                         help="run both models on the same inputs and compare (default: yes)")
+    rewrite.add_argument("--inputs", metavar="FILE.npz", help="inputs for the verification, by name")
+    rewrite.add_argument("--overwrite", action="store_true", help="replace DST when it is a SavedModel already")
+    rewrite.set_defaults(run=_rewrite)
+
+    explain = commands.add_parser("explain", parents=[output, how], help="say what would be stitched and what not",
+                                  description="Prints what of the SavedModel SRC is stitched, what is not, and why.")
+    explain.add_argument("src", metavar="SRC")
+    explain.set_defaults(run=_explain)
+
+    bench = commands.add_parser("bench", parents=[output], help="time a SavedModel: TensorFlow, XLA, stitched",
+                                description="Times a signature of the SavedModel SRC: TensorFlow, XLA and stitched, "
+                                "interleaved.")
+    bench.add_argument("src", metavar="SRC")
+    bench.add_argument("--signature", default="serving_default", metavar="NAME")
+    bench.add_argument("--inputs", metavar="FILE.npz", help="inputs by name (default: drawn from the signature)")
+    bench.add_argument("--batch", type=_positive, default=1, metavar="N", help="size of unknown dims of drawn inputs")
+    bench.add_argument("--rounds", type=_positive, default=20, metavar="N")
+    bench.add_argument("--systems", default="tensorflow,xla,stitched", metavar="LIST")
+    bench.set_defaults(run=_bench)
+
+    doctor = commands.add_parser("doctor", parents=[output], help="say what was found on this machine and what is missing")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no positive integer")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
