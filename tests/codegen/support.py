@@ -1,0 +1,78 @@
+"""Compiles kernels of many groups in one run and calls them through ctypes, without the op."""
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tf_stitch.codegen import HOST_FLAGS, Kernel, emit, translation_unit
+from tf_stitch.fusion.group import Group
+from tf_stitch.ir import dims as D
+from tf_stitch.ir.dtypes import DTYPES
+from tf_stitch.ir.graph import Graph, Node
+from tf_stitch.schedule import HOST, Target, build
+
+
+class Problem(ctypes.Structure):
+    _fields_ = [("buffers", ctypes.POINTER(ctypes.c_void_p)), ("dims", ctypes.POINTER(ctypes.c_int64)),
+                ("blocks", ctypes.c_int64)]
+
+
+def whole(graph: Graph) -> Group:
+    """The group that holds a graph's every compute node."""
+    nodes = [n for n in graph.nodes() if n.op != "param"]
+    outputs = tuple(dict.fromkeys(o for o in graph.outputs if o.op != "param"))
+    return Group(tuple(nodes), tuple(graph.params), outputs)
+
+
+def kernel_of(graph: Graph, target: Target = HOST) -> Kernel:
+    """One kernel for a whole graph."""
+    return emit(build(whole(graph), target))
+
+
+@dataclass
+class Library:
+    """Compiled kernels."""
+
+    dll: ctypes.CDLL
+
+    def run(self, kernel: Kernel, env: Mapping[str, int], values: Mapping[Node, np.ndarray],
+            splits: Sequence[float] = (0.0, 1.0)) -> tuple[dict[Node, np.ndarray], int]:
+        """Outputs of a kernel (by node) and its status; the blocks are run in the ranges that ``splits`` cut."""
+        arrays, outputs = [], {}
+        for n in kernel.args:
+            if n in values:
+                arrays.append(np.ascontiguousarray(values[n]))
+            else:
+                shape = tuple(D.evaluate(d, env) for d in n.shape)
+                outputs[n] = np.full(shape, 77).astype(DTYPES[n.dtype].numpy)
+                arrays.append(outputs[n])
+        pointers = (ctypes.c_void_p * max(len(arrays), 1))(*[a.ctypes.data for a in arrays])
+        dims = (ctypes.c_int64 * max(len(kernel.dims), 1))(*[D.evaluate(d, env) for d in kernel.dims])
+        blocks = D.evaluate(kernel.blocks, env)
+        problem = Problem(pointers, dims, blocks)
+        size = D.evaluate(kernel.shared_bytes, env)
+        scratch = np.full(size + 64, 0xFF, np.uint8)
+        base = -(-scratch.ctypes.data // 64) * 64
+        status = ctypes.c_int32(0)
+        function = getattr(self.dll, kernel.name)
+        cuts = [int(round(s * blocks)) for s in splits]
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            function(ctypes.byref(problem), ctypes.c_int64(begin), ctypes.c_int64(end), ctypes.c_void_p(base),
+                     ctypes.byref(status))
+        return outputs, status.value
+
+
+def compile_kernels(kernels: Sequence[Kernel], flags: Sequence[str] = ("-march=x86-64-v3",)) -> Library:
+    """Compiles kernels with g++ into one library."""
+    folder = Path(tempfile.mkdtemp())
+    source, library = folder / "k.cc", folder / "k.so"
+    source.write_text(translation_unit(kernels, "host"))
+    done = subprocess.run(["g++", *HOST_FLAGS, *flags, str(source), "-o", str(library)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:3000]
+    return Library(ctypes.CDLL(str(library)))

@@ -1,0 +1,127 @@
+"""What a fold takes at every index of its domain: reductions, products, convolutions and windows alike."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..ir import dims as D
+from ..ir.dtypes import DTYPES
+from ..ir.graph import Node
+from ..schedule import rules
+from ..schedule.rules import Index
+from .folds import Fold
+from .text import compute_type
+from .values import evaluate, wrap
+
+if TYPE_CHECKING:
+    from .emit import StageEmitter
+
+
+def fold_of(node: Node) -> Fold:
+    """The fold that computes a node."""
+    kind = {"dot": "sum", "conv": "sum"}.get(node.op) or node.attrs["kind"]
+    return Fold("sum" if kind == "mean" else kind, node.dtype)
+
+
+def value(e: StageEmitter, node: Node, index: Index) -> str:
+    """The value that ``node``'s fold takes at an index of its domain."""
+    if node.op == "reduce":
+        return evaluate(e, node.inputs[0], index)
+    return {"dot": _dot, "conv": _conv, "window": _window}[node.op](e, node, index)
+
+
+def finish(e: StageEmitter, node: Node, where: Index, folded: str) -> str:
+    """The node's value from what its fold gave; a mean window divides by the places inside the input."""
+    if node.op != "window" or node.attrs["kind"] != "mean":
+        return folded
+    counts = []
+    for d, (size, stride, (low, _)) in enumerate(zip(node.attrs["size"], node.attrs["strides"], node.attrs["padding"],
+                                                     strict=True)):
+        start = where[d + 1] * stride - low
+        end = D.dmin(start + size, node.inputs[0].shape[d + 1])
+        counts.append(f"({e.dim(end - D.dmax(start, 0))})")
+    return f"({folded}) / {compute_type(node.dtype)}({' * '.join(counts)})"
+
+
+def _product(e: StageEmitter, dtype: str, a: str, b: str) -> str:
+    c = compute_type(dtype)
+    name = e.fresh("v")
+    e.scopes.line(f"const {c} {name} = {wrap('mul', dtype, [a, b]) or f'{a} * {b}'};")
+    return name
+
+
+def _dot(e: StageEmitter, node: Node, index: Index) -> str:
+    out = []
+    contract = node.attrs["contract"]
+    for k, x in enumerate(node.inputs):
+        place: list = [0] * x.rank
+        for number, there, here in rules.ties(node):
+            if number == k:
+                place[there] = index[here]
+        for j, a in enumerate(contract[k]):
+            place[a] = index[node.rank + j]
+        out.append(evaluate(e, x, tuple(place)))
+    return _product(e, node.dtype, *out)
+
+
+def _inside(e: StageEmitter, index: Index, x: Node, starts: list) -> tuple[list[str], Index]:
+    """Conditions for spatial positions to lie in ``x``, and variables for them."""
+    conditions, place = [], []
+    for d, at in enumerate(starts):
+        size = x.shape[d + 1]
+        if not D.prove_nonneg(at):
+            conditions.append(f"{e.dim(at)} >= 0")
+        if not D.prove_le(at + 1, size):
+            conditions.append(f"{e.dim(at)} < {e.dim(size)}")
+        place.append(at)
+    return conditions, tuple(place)
+
+
+def _guarded(e: StageEmitter, dtype: str, start: str, conditions: list[str], make) -> str:
+    if not conditions:
+        return make()
+    name = e.fresh("v")
+    e.scopes.line(f"{compute_type(dtype)} {name} = {start};")
+    with e.scopes.block(f"if ({' && '.join(conditions)})", conditional=True):
+        e.scopes.line(f"{name} = {make()};")
+    return name
+
+
+def _positions(e: StageEmitter, x: Node, place: Index) -> Index:
+    """Index variables in range, declared where the conditions hold."""
+    return tuple(p if isinstance(p, int) else e.index_variable(e.dim(p), x.shape[d + 1]) for d, p in enumerate(place))
+
+
+def _conv(e: StageEmitter, node: Node, index: Index) -> str:
+    x, filt = node.inputs
+    spatial = x.rank - 2
+    attrs = node.attrs
+    kernel, channel = index[node.rank:node.rank + spatial], index[-1]
+    starts = [index[d + 1] * attrs["strides"][d] - attrs["padding"][d][0] + kernel[d] * attrs["dilations"][d]
+              for d in range(spatial)]
+    conditions, place = _inside(e, index, x, starts)
+    out = index[node.rank - 1]
+    per_group = filt.shape[-1] // attrs["groups"]
+    first = D.floordiv(out, per_group) * filt.shape[-2] if attrs["groups"] > 1 else 0
+
+    def make() -> str:
+        at = _positions(e, x, place) if conditions else place
+        a = evaluate(e, x, (index[0], *at, first + channel))
+        return _product(e, node.dtype, a, evaluate(e, filt, (*kernel, channel, out)))
+
+    return _guarded(e, node.dtype, "0", conditions, make)
+
+
+def _window(e: StageEmitter, node: Node, index: Index) -> str:
+    x = node.inputs[0]
+    spatial = x.rank - 2
+    attrs = node.attrs
+    starts = [index[d + 1] * attrs["strides"][d] - attrs["padding"][d][0] + index[node.rank + d] for d in range(spatial)]
+    conditions, place = _inside(e, index, x, starts)
+    start = fold_of(node).start if attrs["kind"] == "max" else "0"
+    start = f"{compute_type(node.dtype)}({start})" if not DTYPES[node.dtype].is_float else start
+
+    def make() -> str:
+        at = _positions(e, x, place) if conditions else place
+        return evaluate(e, x, (index[0], *at, index[node.rank - 1]))
+
+    return _guarded(e, node.dtype, start, conditions, make)

@@ -1,0 +1,206 @@
+"""Emits a kernel: block composition of stages, each with its own loops, handing values over in shared memory."""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from ..ir import dims as D
+from ..ir.dims import Dim, Symbol
+from ..ir.graph import Node
+from ..schedule import rules
+from ..schedule.kernel_schedule import KernelSchedule, Part, Stage
+from ..schedule.rules import Index
+from .kernel import Kernel
+from .loops import Loops
+from .scope import Scopes
+from .text import compute_type, dim_text, factor_text, storage_type
+
+INLINE_SOURCES = frozenset({"const", "iota", "shape_value"})
+_PLACEHOLDER = "TS_NAME"
+
+
+class KernelEmitter:
+    """State of one kernel: names of buffers, dims and tables, in order of first use."""
+
+    def __init__(self, schedule: KernelSchedule):
+        self.schedule = schedule
+        self.target = schedule.target
+        self.inputs: dict[Node, str] = {}
+        self.outputs = {o: f"y{k}" for k, o in enumerate(schedule.outputs)}
+        self.dims: dict[str, Symbol] = {}
+        self.tables: dict[tuple[str, str], str] = {}
+        self.exact = True
+        self.count = 0
+        self.scopes = Scopes()
+
+    def symbol_name(self, s: Symbol) -> str:
+        """The variable of a symbol: a loop, a block's place, or a run-time dim."""
+        if s.name.startswith("ts_"):
+            return s.name[3:]
+        self.dims.setdefault(s.name, s)
+        return f"n{list(self.dims).index(s.name)}"
+
+    def dim(self, d: Dim) -> str:
+        """C++ text of a dim."""
+        return dim_text(d, self.symbol_name)
+
+    def factor(self, d: Dim) -> str:
+        """C++ text of a dim, safe as a factor."""
+        return factor_text(d, self.symbol_name)
+
+    def fresh(self, prefix: str) -> str:
+        """A new variable name."""
+        self.count += 1
+        return f"{prefix}{self.count}"
+
+    def input_name(self, node: Node) -> str:
+        """The pointer of a group input."""
+        return self.inputs.setdefault(node, f"x{len(self.inputs)}")
+
+    def table(self, c: str, values: str) -> str:
+        """A constant array declared at the top of the kernel."""
+        return self.tables.setdefault((c, values), f"t{len(self.tables)}")
+
+    # --- text ---------------------------------------------------------------------------------------
+
+    def kernel(self) -> Kernel:
+        """The kernel: its text and how it is called."""
+        first: Dim = 0
+        for part in self.schedule.parts:
+            self._part(part, first)
+            first = first + part.blocks
+        text = self._text()
+        name = "ts_" + hashlib.sha256(text.encode()).hexdigest()[:16]
+        args = (*self.inputs, *self.outputs)
+        shared = D.dmax(*(p.shared_bytes for p in self.schedule.parts))
+        cost = D.dmax(*(p.cost for p in self.schedule.parts))
+        origin = self.schedule.origin
+        return Kernel(name, text.replace(_PLACEHOLDER, name), tuple(origin.get(a, a) for a in args), (),
+                      tuple(D.symbol(s.name, s.lo, s.hi) for s in self.dims.values()), self.schedule.blocks,
+                      shared, cost, self.target.threads, self.exact)
+
+    def _text(self) -> str:
+        bits = 32 if self._small() else 64
+        lines = [f"TS_KERNEL({_PLACEHOLDER}) {{", f"  TS_ENTER({bits})"]
+        names = [*self.inputs.values(), *self.outputs.values()]
+        for k, (node, name) in enumerate(zip((*self.inputs, *self.outputs), names, strict=True)):
+            macro = "TS_IN" if name.startswith("x") else "TS_OUT"
+            lines.append(f"  {macro}({storage_type(node.dtype)}, {name}, {k})")
+        lines += [f"  TS_DIM(n{k}, {k})" for k in range(len(self.dims))]
+        lines += [f"  {'' if 'n' in v else 'static '}const {c} {name}[] = {{{v}}};" if not c.startswith("bool") else
+                  f"  const {c} {name}[] = {{{v}}};" for (c, v), name in self.tables.items()]
+        lines += ["  " + x for x in self.scopes.stack[0].lines]
+        return "\n".join([*lines, "}", ""])
+
+    def _small(self) -> bool:
+        """True when 32-bit indices are enough for every tensor of the kernel."""
+        nodes = {*self.inputs, *self.outputs, *self.schedule.members}
+        folded = [s.shape for p in self.schedule.parts for s in p.stages]
+        sizes = [n.size for n in nodes] + [D.product(s) for s in folded]
+        return all(isinstance(s, int) and s < 1 << 31 for s in sizes)
+
+    def _part(self, part: Part, first: Dim) -> None:
+        count, start = self.factor(part.blocks), self.factor(first)
+        with self.scopes.block(f"TS_PART({start}, {count})"):
+            for s in part.stages:
+                if s.hoisted:
+                    StageEmitter(self, part, s).emit()
+            with self.scopes.block(f"TS_BLOCKS(b, {start}, {count})"):
+                self._place(part)
+                for s in part.stages:
+                    if not s.hoisted:
+                        StageEmitter(self, part, s).emit()
+
+    def _place(self, part: Part) -> None:
+        """The block's index along every axis, and its extents."""
+        rest: Dim = 1
+        for k, axis in reversed(list(enumerate(part.axes))):
+            index = "b" if isinstance(rest, int) and rest == 1 else f"b / {self.factor(rest)}"
+            if k:
+                index = f"({index}) % {self.factor(axis.count)}" if "/" in index else f"b % {self.factor(axis.count)}"
+            self.scopes.line(f"const ts_idx b{axis.number} = {index};")
+            rest = rest * axis.count
+        for axis in part.axes:
+            if axis.ragged:
+                left = self.dim(axis.size - axis.offset)
+                self.scopes.line(f"const ts_idx e{axis.number} = ts_imin({axis.chunk}, {left});")
+
+
+class StageEmitter:
+    """Emits one stage; the view of the kernel that :mod:`values` works on."""
+
+    def __init__(self, kernel: KernelEmitter, part: Part, stage: Stage):
+        self.kernel, self.part, self.stage = kernel, part, stage
+        self.scopes = kernel.scopes
+        self.pointers: dict[Node, str] = {}
+
+    dim = property(lambda self: self.kernel.dim)
+    factor = property(lambda self: self.kernel.factor)
+    fresh = property(lambda self: self.kernel.fresh)
+    table = property(lambda self: self.kernel.table)
+
+    def may_fail(self) -> None:
+        """Notes that the kernel may set the status."""
+        self.kernel.exact = False
+
+    def in_memory(self, node: Node) -> bool:
+        """True when a node's value is read from a buffer or from shared memory."""
+        if node.op in INLINE_SOURCES:
+            return False
+        return node not in self.kernel.schedule.members or node in self.part.kept
+
+    def index_variable(self, text: str, size: Dim) -> Dim:
+        """Declares an index variable in [0, size) in the innermost scope and returns it as a dim."""
+        name = self.fresh("k")
+        self.scopes.line(f"const ts_idx {name} = {text};")
+        self.scopes.top.symbols.add(f"ts_{name}")
+        return D.symbol(f"ts_{name}", 0, size - 1)
+
+    def shared_pointer(self, node: Node) -> str:
+        """The pointer to a staged value."""
+        name = self.pointers.get(node)
+        if name is None:
+            name = self.pointers[node] = f"s{list(self.part.slots).index(node)}"
+        return name
+
+    def place(self, node: Node, index: Index, shared: bool) -> str:
+        """The lvalue of an element."""
+        if not shared:
+            name = self.kernel.outputs.get(node) or self.kernel.input_name(node)
+            return f"{name}[{self.dim(rules.linear(index, node.shape))}]"
+        slot = self.part.slots[node]
+        local = tuple(i - off for i, (off, _) in zip(index, slot.box, strict=True))
+        return f"{self.shared_pointer(node)}[{self.dim(rules.linear(local, slot.room))}]"
+
+    def load(self, node: Node, index: Index) -> str:
+        """An expression that reads an element, in the compute type."""
+        shared = node in self.part.slots
+        text = self.place(node, index, shared)
+        return text if shared or storage_type(node.dtype) == compute_type(node.dtype) else f"ts_load({text})"
+
+    def store(self, node: Node, space: str, index: Index, value: str) -> str:
+        """A statement that writes an element."""
+        shared = space == "shared"
+        text = self.place(node, index, shared)
+        same = shared or storage_type(node.dtype) == compute_type(node.dtype)
+        return f"{text} = {value};" if same else f"{text} = ts_store<{storage_type(node.dtype)}>({value});"
+
+    def emit(self) -> None:
+        """Adds the stage's text to the innermost scope."""
+        s = self.stage
+        what = ", ".join(dict.fromkeys(f"{i.node.op}{'' if i.space == 'shared' else ' out'}" for i in s.items))
+        self.scopes.line(f"// {what}")
+        once = " && ".join(f"b{k} == 0" for k in s.once)
+        with self.scopes.block(f"if ({once})" if once else "", conditional=True) as scope:
+            Loops(self).emit()
+            declared = [f"TS_SHARED({compute_type(n.dtype)}, {name}, {self.dim(self.part.slots[n].offset)})"
+                        for n, name in self.pointers.items()]
+            scope.lines[:0] = declared
+        self.scopes.line("TS_BARRIER")
+
+
+def emit(schedule: KernelSchedule) -> Kernel:
+    """The kernel of a schedule.  Raises Unschedulable when a node cannot be expressed."""
+    return KernelEmitter(schedule).kernel()
+
+

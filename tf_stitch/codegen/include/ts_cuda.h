@@ -1,0 +1,104 @@
+// What kernel text means on a GPU: a block is a thread block, shared memory is dynamic shared memory.
+//
+// A launch takes a table of problems; a block finds its own by walking the table (a lone launch has one entry).
+// Threads of a block form groups of L (a power of two up to the block's size): rows go to groups, lanes to the
+// threads of a group.
+#ifndef TS_CUDA_H_
+#define TS_CUDA_H_
+
+#include "ts_math.h"
+
+struct ts_problem {
+  void* const* buffers;
+  const int64_t* dims;
+  int64_t blocks;
+};
+
+#define TS_THREADS 256
+#define TS_KERNEL(name) \
+  extern "C" __global__ void __launch_bounds__(TS_THREADS) name(const ts_problem* ts_p, int32_t* ts_status)
+#define TS_ENTER(bits)                                   \
+  typedef ts_index_type<bits>::type ts_idx;              \
+  extern __shared__ __align__(64) char ts_shared[];      \
+  int64_t ts_block = blockIdx.x;                         \
+  while (ts_block >= ts_p->blocks) ts_block -= (ts_p++)->blocks;
+#define TS_IN(T, name, k) const T* __restrict__ name = (const T*)ts_p->buffers[k];
+#define TS_OUT(T, name, k) T* __restrict__ name = (T*)ts_p->buffers[k];
+#define TS_DIM(name, k) const ts_idx name = (ts_idx)ts_p->dims[k];
+#define TS_SHARED(T, name, offset) T* name = (T*)(ts_shared + (offset));
+
+#define TS_PART(first, count) if (ts_block >= (first) && ts_block < (first) + (count))
+#define TS_BLOCKS(b, first, count) if (const ts_idx b = (ts_idx)(ts_block - (first)); true)
+
+#define TS_LANE_(L) ((ts_idx)(threadIdx.x % (L)))
+#define TS_GROUP_(L) ((ts_idx)(threadIdx.x / (L)))
+#define TS_GROUPS_(L) ((ts_idx)(TS_THREADS / (L)))
+#define TS_ROWS0(L) if (TS_GROUP_(L) == 0)
+#define TS_ROWS1(i, o, e, L) for (ts_idx i = (o) + TS_GROUP_(L); i < (o) + (e); i += TS_GROUPS_(L))
+#define TS_FLAT_(n, L) for (ts_idx ts_r = TS_GROUP_(L), ts_n = (n); ts_r < ts_n; ts_r += TS_GROUPS_(L))
+#define TS_ROWS2(i, o, e, i1, o1, e1, L) \
+  TS_FLAT_((e) * (e1), L) if (const ts_idx i = (o) + ts_r / (e1), i1 = (o1) + ts_r % (e1); true)
+#define TS_ROWS3(i, o, e, i1, o1, e1, i2, o2, e2, L)                                                        \
+  TS_FLAT_((e) * (e1) * (e2), L)                                                                            \
+  if (const ts_idx i = (o) + ts_r / ((e1) * (e2)), i1 = (o1) + ts_r / (e2) % (e1), i2 = (o2) + ts_r % (e2); true)
+#define TS_ROWS4(i, o, e, i1, o1, e1, i2, o2, e2, i3, o3, e3, L)                                             \
+  TS_FLAT_((e) * (e1) * (e2) * (e3), L)                                                                     \
+  if (const ts_idx i = (o) + ts_r / ((e1) * (e2) * (e3)), i1 = (o1) + ts_r / ((e2) * (e3)) % (e1),          \
+                   i2 = (o2) + ts_r / (e3) % (e2), i3 = (o3) + ts_r % (e3); true)
+#define TS_ROWS5(i, o, e, i1, o1, e1, i2, o2, e2, i3, o3, e3, i4, o4, e4, L)                                 \
+  TS_FLAT_((e) * (e1) * (e2) * (e3) * (e4), L)                                                              \
+  if (const ts_idx i = (o) + ts_r / ((e1) * (e2) * (e3) * (e4)),                                            \
+                   i1 = (o1) + ts_r / ((e2) * (e3) * (e4)) % (e1), i2 = (o2) + ts_r / ((e3) * (e4)) % (e2), \
+                   i3 = (o3) + ts_r / (e4) % (e3), i4 = (o4) + ts_r % (e4); true)
+#define TS_SERIAL(i, off, ext) for (ts_idx i = (off); i < (off) + (ext); ++i)
+#define TS_STEPS(t, off, ext, step) for (ts_idx t = (off); t < (off) + (ext); t += (step))
+#define TS_LANES(i, off, ext, L) for (ts_idx i = (off) + TS_LANE_(L); i < (off) + (ext); i += (L))
+#define TS_LANES_FOLD(i, off, ext, L, ...) TS_LANES(i, off, ext, L)
+#define TS_ONE(L) if (TS_LANE_(L) == 0)
+
+#define TS_STRIP(L) (L)
+#define TS_STRIP_ROOM(L) 1
+#define TS_SLOT(i, t) 0
+
+#define TS_BARRIER __syncthreads();
+
+template <int bits> struct ts_index_type { typedef int64_t type; };
+template <> struct ts_index_type<32> { typedef int32_t type; };
+
+// Folds a value over the L threads of a group; every thread gets the result.  Groups wider than a warp are the
+// whole block, and all its threads must come here.
+template <int L, class T, class F>
+__device__ __forceinline__ T ts_join(T x, F f) {
+  constexpr int W = L < 32 ? L : 32;
+  const unsigned mask = W == 32 ? 0xffffffffu : ((1u << (W & 31)) - 1u) << (threadIdx.x % 32 / W * W);
+#pragma unroll
+  for (int d = W / 2; d; d /= 2) x = f(x, __shfl_xor_sync(mask, x, d));
+  if constexpr (L > 32) {
+    __shared__ T parts[TS_THREADS / 32];
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = parts[0];
+#pragma unroll
+    for (int w = 1; w < TS_THREADS / 32; ++w) x = f(x, parts[w]);
+    __syncthreads();
+  }
+  return x;
+}
+template <class T> struct ts_add_op { __device__ T operator()(T a, T b) const { return a + b; } };
+template <class T> struct ts_mul_op { __device__ T operator()(T a, T b) const { return a * b; } };
+template <class T> struct ts_max_op { __device__ T operator()(T a, T b) const { return a > b ? a : b; } };
+template <class T> struct ts_min_op { __device__ T operator()(T a, T b) const { return a < b ? a : b; } };
+template <class T> struct ts_and_op { __device__ T operator()(T a, T b) const { return a & b; } };
+template <class T> struct ts_or_op { __device__ T operator()(T a, T b) const { return a | b; } };
+#define TS_JOIN_(x, L, op) ts_join<L>(x, op<decltype(x)>())
+#define TS_JOIN_SUM(x, L) TS_JOIN_(x, L, ts_add_op)
+#define TS_JOIN_PROD(x, L) TS_JOIN_(x, L, ts_mul_op)
+#define TS_JOIN_MAX(x, L) TS_JOIN_(x, L, ts_max_op)
+#define TS_JOIN_MIN(x, L) TS_JOIN_(x, L, ts_min_op)
+#define TS_JOIN_AND(x, L) TS_JOIN_(x, L, ts_and_op)
+#define TS_JOIN_OR(x, L) TS_JOIN_(x, L, ts_or_op)
+
+#include "ts_index.h"
+
+#endif  // TS_CUDA_H_

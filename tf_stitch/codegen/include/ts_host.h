@@ -1,0 +1,60 @@
+// What kernel text means on the host: a block is one call's loop iteration, its threads are a vectorised loop.
+#ifndef TS_HOST_H_
+#define TS_HOST_H_
+
+#include "ts_math.h"
+
+struct ts_problem {
+  void* const* buffers;
+  const int64_t* dims;
+  int64_t blocks;
+};
+
+#define TS_PRAGMA_(x) _Pragma(#x)
+#define TS_KERNEL(name) \
+  extern "C" __attribute__((visibility("default"))) void name( \
+      const ts_problem* ts_p, int64_t ts_begin, int64_t ts_end, char* ts_shared, int32_t* ts_status)
+#define TS_ENTER(bits) typedef int64_t ts_idx; (void)ts_shared; (void)ts_status;
+#define TS_IN(T, name, k) const T* __restrict name = (const T*)ts_p->buffers[k];
+#define TS_OUT(T, name, k) T* __restrict name = (T*)ts_p->buffers[k];
+#define TS_DIM(name, k) const ts_idx name = ts_p->dims[k];
+#define TS_SHARED(T, name, offset) T* __restrict name = (T*)__builtin_assume_aligned(ts_shared + (offset), 64);
+
+// Blocks [first, first + count) of the kernel are this part's.
+#define TS_PART(first, count) if (ts_begin < (first) + (count) && ts_end > (first))
+#define TS_BLOCKS(b, first, count)                                                              \
+  for (ts_idx b = ts_begin > (first) ? ts_begin - (first) : 0,                                  \
+              b##_end = ts_end - (first) < (count) ? ts_end - (first) : (count); b < b##_end; ++b)
+
+// Loops of a stage: rows (shared out over groups of L threads), lanes (the L threads of a group), serial.
+#define TS_FOR_(i, off, ext) for (ts_idx i = (off); i < (off) + (ext); ++i)
+#define TS_ROWS0(L)
+#define TS_ROWS1(i, o, e, L) TS_FOR_(i, o, e)
+#define TS_ROWS2(i, o, e, i1, o1, e1, L) TS_FOR_(i, o, e) TS_FOR_(i1, o1, e1)
+#define TS_ROWS3(i, o, e, i1, o1, e1, i2, o2, e2, L) TS_FOR_(i, o, e) TS_ROWS2(i1, o1, e1, i2, o2, e2, L)
+#define TS_ROWS4(i, o, e, i1, o1, e1, i2, o2, e2, i3, o3, e3, L) \
+  TS_FOR_(i, o, e) TS_ROWS3(i1, o1, e1, i2, o2, e2, i3, o3, e3, L)
+#define TS_ROWS5(i, o, e, i1, o1, e1, i2, o2, e2, i3, o3, e3, i4, o4, e4, L) \
+  TS_FOR_(i, o, e) TS_ROWS4(i1, o1, e1, i2, o2, e2, i3, o3, e3, i4, o4, e4, L)
+#define TS_SERIAL(i, off, ext) TS_FOR_(i, off, ext)
+#define TS_STEPS(t, off, ext, step) for (ts_idx t = (off); t < (off) + (ext); t += (step))
+#define TS_LANES(i, off, ext, L) TS_PRAGMA_(omp simd) TS_FOR_(i, off, ext)
+#define TS_LANES_FOLD(i, off, ext, L, ...) TS_PRAGMA_(omp simd __VA_ARGS__) TS_FOR_(i, off, ext)
+#define TS_ONE(L)
+
+// Per-lane accumulators: an array of one strip of lanes here, a register of every thread on a GPU.
+#define TS_STRIP(L) 256
+#define TS_STRIP_ROOM(L) 256
+#define TS_SLOT(i, t) ((i) - (t))
+
+#define TS_BARRIER
+#define TS_JOIN_SUM(x, L) (x)
+#define TS_JOIN_PROD(x, L) (x)
+#define TS_JOIN_MAX(x, L) (x)
+#define TS_JOIN_MIN(x, L) (x)
+#define TS_JOIN_AND(x, L) (x)
+#define TS_JOIN_OR(x, L) (x)
+
+#include "ts_index.h"
+
+#endif  // TS_HOST_H_

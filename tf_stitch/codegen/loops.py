@@ -1,0 +1,392 @@
+"""The loops of a stage: which run over rows, which over lanes, which one after the other.
+
+Lanes are the innermost loop: a vector on the host, the threads of a group on a GPU.  The lane dim is the one
+along which most operands are contiguous.  A fold whose lane dim is folded keeps scalar accumulators that the
+lanes join; a fold along other dims keeps an accumulator per lane.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+from ml_dtypes import finfo
+
+from ..ir import dims as D
+from ..ir.dtypes import DTYPES
+from ..schedule.kernel_schedule import Item
+from ..schedule.labels import body_operands, operand_labels
+from ..schedule.rules import VIEWS, Index
+from ..schedule.storage import HEAVY
+from ..schedule.tile import guess
+from . import contract
+from .folds import Fold
+from .text import compute_type, literal
+from .values import compute, declare, evaluate
+
+if TYPE_CHECKING:
+    from .emit import StageEmitter
+
+PIECE = 4096  # the most elements that one float accumulator chain sums before it is added to another
+GROUP = 64  # the same where accumulators are per lane
+STRIP = 256  # TS_STRIP of ts_host.h
+MAX_ROWS = 5  # TS_ROWS5 is the largest
+
+
+class Loops:
+    """Emits the loops of one stage through a StageEmitter."""
+
+    def __init__(self, e: StageEmitter):
+        self.e = e
+        self.scopes = e.scopes
+        self.stage = e.stage
+        self.box = self.stage.box
+        self.loops = [d for d, (_, ext) in enumerate(self.box) if not (isinstance(ext, int) and ext == 1)]
+        self.index: Index = tuple(
+            D.symbol(f"ts_i{d}", 0, size - 1) if d in self.loops else self.box[d][0]
+            for d, size in enumerate(self.stage.shape))
+        self.lane = self._choose_lane()
+        self.lanes = self._group_size()
+
+    # --- mapping ------------------------------------------------------------------------------------
+
+    def _choose_lane(self) -> int | None:
+        """The loop along which most of what the stage touches is contiguous."""
+        if self.stage.kind in ("scan", "arg") and not [d for d in self.loops if d not in self.stage.folded]:
+            return None
+        if not self.loops:
+            return None
+        score = dict.fromkeys(self.loops, 0.0)
+        for labels, weight in self._touched():
+            if not set(self.loops) <= set(labels):
+                weight *= 0.1  # read once for many elements
+            for k, d in enumerate(labels):
+                if d in score:
+                    score[d] += weight if k == len(labels) - 1 else -weight / 2
+        for d in self.loops:
+            if guess(self.box[d][1]) < 8:
+                score[d] -= 2
+        return max(self.loops, key=lambda d: (score[d], d))
+
+    def _touched(self) -> Iterator[tuple[tuple[int | None, ...], float]]:
+        seen = set()
+        for item in self.stage.items:
+            yield item.mapped, 1.5
+            stack = list(body_operands(item))
+            while stack:
+                n, labels = stack.pop()
+                if (n, labels) in seen:
+                    continue
+                seen.add((n, labels))
+                if self.e.in_memory(n):
+                    yield labels, 1.0
+                else:
+                    stack.extend(operand_labels(n, labels))
+
+    def _group_size(self) -> int:
+        """Threads that share a row on a GPU: a power of two that the lanes fill."""
+        target = self.e.kernel.target
+        if self.lane is None or target.is_host:
+            return 1
+        ext = max(guess(self.box[self.lane][1]), 1)
+        others = [d for d in self.loops if d != self.lane and d not in self.stage.folded]
+        rows = guess(D.product(self.box[d][1] for d in others))
+        lanes = min(1 << (ext - 1).bit_length(), target.lanes) if ext > 1 else 1
+        return target.threads if rows == 1 and ext > 2 * target.lanes else lanes
+
+    # --- headers ------------------------------------------------------------------------------------
+
+    def _name(self, d: int) -> str:
+        return f"i{d}"
+
+    def _range(self, d: int) -> str:
+        off, ext = self.box[d]
+        return f"{self._name(d)}, {self.e.dim(off)}, {self.e.dim(ext)}"
+
+    @contextmanager
+    def rows(self, dims: Sequence[int], lanes: int) -> Iterator[None]:
+        """Loops over dims, shared out over groups of threads."""
+        with ExitStack() as stack:
+            head = list(dims[:MAX_ROWS])
+            args = ", ".join([*(self._range(d) for d in head), str(lanes)])
+            stack.enter_context(self.scopes.block(f"TS_ROWS{len(head)}({args})", tuple(f"ts_i{d}" for d in head)))
+            for d in dims[MAX_ROWS:]:
+                stack.enter_context(self.serial(d))
+            yield
+
+    @contextmanager
+    def serial(self, d: int, header: str = "") -> Iterator[None]:
+        """A loop that every thread runs."""
+        with self.scopes.block(header or f"TS_SERIAL({self._range(d)})", (f"ts_i{d}",)):
+            yield
+
+    @contextmanager
+    def lane_loop(self, clauses: str = "", span: str = "") -> Iterator[None]:
+        """The vector loop; ``span`` replaces the dim's own offset and extent."""
+        assert self.lane is not None
+        span = f"{self._name(self.lane)}, {span}" if span else self._range(self.lane)
+        macro = f"TS_LANES_FOLD({span}, {self.lanes}, {clauses})" if clauses else f"TS_LANES({span}, {self.lanes})"
+        with self.scopes.block(macro, (f"ts_i{self.lane}",)):
+            yield
+
+    # --- stages -------------------------------------------------------------------------------------
+
+    def emit(self) -> None:
+        """Adds the loops of the stage."""
+        kept = [d for d in self.loops if d not in self.stage.folded]
+        folded = [d for d in self.loops if d in self.stage.folded]
+        {"map": self._map, "fold": self._fold, "scan": self._in_order, "arg": self._in_order}[self.stage.kind](
+            kept, folded)
+
+    def _map(self, kept: list[int], folded: list[int]) -> None:
+        with self.rows([d for d in kept if d != self.lane], self.lanes), ExitStack() as stack:
+            if self.lane is not None:
+                stack.enter_context(self.lane_loop())
+            self._maps(self.index)
+
+    def _maps(self, index: Index) -> None:
+        for item in self.stage.items:
+            if not self._folds(item):
+                self._map_item(item, index)
+
+    def _folds(self, item: Item) -> bool:
+        return item.node.op in HEAVY and item.body is item.node and not item.copy
+
+    def _map_item(self, item: Item, index: Index) -> None:
+        value = self._value(item, index)
+        where = tuple(index[d] for d in item.mapped)
+        if item.shift:
+            where = tuple(a + b for a, b in zip(where, item.shift, strict=True))
+        self.scopes.line(self.e.store(item.node, item.space, where, value))
+
+    def _value(self, item: Item, index: Index) -> str:
+        n = item.node
+        if item.copy or item.body is not n:
+            return evaluate(self.e, item.body, index)
+        found = self.scopes.find((n, index))
+        if found is not None:
+            return found
+        if n.op in VIEWS:
+            value = evaluate(self.e, n.inputs[0], VIEWS[n.op](n, index))
+        else:
+            with self.scopes.at(self.scopes.depth_of(index)):
+                text = compute(self.e, n, index)
+                value = text if text.isidentifier() else declare(self.e, n, index, text)
+        self.scopes.top.values[(n, index)] = value
+        return value
+
+    # --- folds --------------------------------------------------------------------------------------
+
+    def _fold(self, kept: list[int], folded: list[int]) -> None:
+        if self.lane is None or self.lane in folded:
+            self._fold_lanes(kept, [d for d in folded if d != self.lane])
+        else:
+            self._fold_columns([d for d in kept if d != self.lane], folded)
+
+    def _fold_items(self) -> list[tuple[Item, Fold, str]]:
+        return [(i, contract.fold_of(i.node), self.e.fresh("a")) for i in self.stage.items if self._folds(i)]
+
+    def _fold_lanes(self, kept: list[int], outer: list[int]) -> None:
+        """Scalar accumulators per row; lanes fold."""
+        items = self._fold_items()
+        with self.rows(kept, self.lanes):
+            for _, fold, acc in items:
+                self._lines(fold.declare(acc))
+            with ExitStack() as stack:
+                for d in outer:
+                    stack.enter_context(self.serial(d))
+                self._fold_pieces(items, bool(outer))
+            for _, fold, acc in items:
+                self._lines(fold.finish(acc, self.lanes))
+            with self.scopes.block(f"TS_ONE({self.lanes})"):
+                for item, fold, acc in items:
+                    self._store_fold(item, fold, fold.result(acc))
+
+    def _fold_pieces(self, items: Sequence[tuple[Item, Fold, str]], nested: bool) -> None:
+        if self.lane is None:
+            self._take(items)
+            return
+        off, ext = self.box[self.lane]
+        long = not isinstance(ext, int) or ext > PIECE
+        inexact = any(f.pairwise for _, f, _ in items)
+        if not inexact or not (long or nested):
+            self._fold_vector(items, "")
+            return
+        parts = [(i, f, f"{acc}p") for i, f, acc in items]
+
+        def piece(span: str) -> None:
+            for _, fold, acc in parts:
+                self._lines(fold.declare(acc))
+            self._fold_vector(parts, span)
+            for (_, fold, part), (_, _, acc) in zip(parts, items, strict=True):
+                self._lines(fold.add(acc, part))
+
+        if not long:
+            with self.scopes.block(""):
+                piece("")
+            return
+        o, x = self.e.factor(off), self.e.factor(ext)
+        with self.scopes.block(f"TS_STEPS(t, {o}, {x}, {PIECE})"):
+            piece(f"t, ts_imin({PIECE}, {o} + {x} - t)")
+
+    def _fold_vector(self, items: Sequence[tuple[Item, Fold, str]], span: str) -> None:
+        with self.lane_loop(" ".join(f.clauses(acc) for _, f, acc in items), span):
+            self._take(items)
+
+    def _take(self, items: Sequence[tuple[Item, Fold, str]]) -> None:
+        accumulators = {i.node: (f, acc) for i, f, acc in items}
+        for item in self.stage.items:
+            if self._folds(item):
+                fold, acc = accumulators[item.node]
+                self._lines(fold.take(acc, contract.value(self.e, item.node, self.index)))
+            else:
+                self._map_item(item, self.index)
+
+    def _store_fold(self, item: Item, fold: Fold, value: str) -> None:
+        value = contract.finish(self.e, item.node, tuple(self.index[d] for d in item.mapped), value)
+        where = tuple(self.index[d] for d in item.mapped)
+        self.scopes.line(self.e.store(item.node, item.space, where, value))
+
+    def _fold_columns(self, rows: list[int], folded: list[int]) -> None:
+        """An accumulator per lane; the folded dims run one after the other."""
+        items = self._fold_items()
+        with self.rows(rows, self.lanes), self._strip() as (span, slot):
+            for _, fold, acc in items:
+                self._lane_array(fold.type, acc, fold.start, span, slot)
+            with ExitStack() as stack:
+                for d in folded[:-1]:
+                    stack.enter_context(self.serial(d))
+                if folded:
+                    self._fold_last(items, folded[-1], span, slot)
+                else:
+                    self._take_lanes(items, span, slot)
+            with self.lane_loop("", span):
+                for item, fold, acc in items:
+                    self._store_fold(item, fold, fold.result(f"{acc}[{slot}]", lane=True))
+
+    def _fold_last(self, items: Sequence[tuple[Item, Fold, str]], d: int, span: str, slot: str) -> None:
+        off, ext = self.box[d]
+        long = not isinstance(ext, int) or ext > 2 * GROUP
+        if not long or not any(f.pairwise for _, f, _ in items):
+            with self.serial(d):
+                self._take_lanes(items, span, slot)
+            return
+        parts = [(i, f, f"{acc}p") for i, f, acc in items]
+        o, x = self.e.factor(off), self.e.factor(ext)
+        with self.scopes.block(f"TS_STEPS(u, {o}, {x}, {GROUP})"):
+            for _, fold, acc in parts:
+                self._lane_array(fold.type, acc, fold.start, span, slot)
+            with self.serial(d, f"TS_SERIAL({self._name(d)}, u, ts_imin({GROUP}, {o} + {x} - u))"):
+                self._take_lanes(parts, span, slot)
+            with self.lane_loop("", span):
+                for (_, fold, part), (_, _, acc) in zip(parts, items, strict=True):
+                    self.scopes.line(fold.step_lane(f"{acc}[{slot}]", f"{part}[{slot}]"))
+
+    def _take_lanes(self, items: Sequence[tuple[Item, Fold, str]], span: str, slot: str) -> None:
+        accumulators = {i.node: (f, acc) for i, f, acc in items}
+        with self.lane_loop("", span):
+            for item in self.stage.items:
+                if self._folds(item):
+                    fold, acc = accumulators[item.node]
+                    value = contract.value(self.e, item.node, self.index)
+                    self.scopes.line(fold.step_lane(f"{acc}[{slot}]", value))
+                else:
+                    self._map_item(item, self.index)
+
+    @contextmanager
+    def _strip(self) -> Iterator[tuple[str, str]]:
+        """A strip of lanes with an accumulator each; gives the span of the lane loop and the slot's index."""
+        assert self.lane is not None
+        off, ext = self.box[self.lane]
+        o, x, i = self.e.factor(off), self.e.factor(ext), self._name(self.lane)
+        if self.e.kernel.target.is_host and isinstance(ext, int) and ext <= STRIP:
+            with self.scopes.block(""):
+                yield f"{o}, {ext}", f"TS_SLOT({i}, {o})"
+            return
+        with self.scopes.block(f"TS_STEPS(t, {o}, {x}, TS_STRIP({self.lanes}))"):
+            self.scopes.line(f"const ts_idx m = ts_imin(TS_STRIP({self.lanes}), {o} + {x} - t);")
+            yield "t, m", f"TS_SLOT({i}, t)"
+
+    def _lane_array(self, c: str, name: str, start: str, span: str, slot: str) -> None:
+        self.scopes.line(f"{c} {name}[TS_STRIP_ROOM({self.lanes})];")
+        with self.lane_loop("", span):
+            self.scopes.line(f"{name}[{slot}] = {start};")
+
+    # --- scans and arg reductions ---------------------------------------------------------------------
+
+    def _in_order(self, kept: list[int], folded: list[int]) -> None:
+        """A loop whose steps depend on each other: scalar per row, or one state per lane."""
+        run = self._scan if self.stage.kind == "scan" else self._arg
+        item = self.stage.items[0]
+        axis = self.stage.folded[0]
+        if self.lane is None or self.lane == axis:
+            lane, self.lane, self.lanes = self.lane, None, 1
+            with self.rows(kept, 1):
+                run(item, axis, lambda name: name, lambda c, name, start: self.scopes.line(f"{c} {name} = {start};"),
+                    self._no_loop)
+            self.lane = lane
+            return
+        with self.rows([d for d in kept if d != self.lane], self.lanes), self._strip() as (span, slot):
+            run(item, axis, lambda name: f"{name}[{slot}]",
+                lambda c, name, start: self._lane_array(c, name, start, span, slot),
+                lambda: self.lane_loop("", span))
+
+    @contextmanager
+    def _no_loop(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def _along(self, axis: int) -> Iterator[None]:
+        if axis in self.loops:
+            with self.serial(axis):
+                yield
+        else:
+            yield
+
+    def _scan(self, item: Item, axis: int, at, state, lanes) -> None:
+        n = item.node
+        fold = Fold(n.attrs["kind"], n.dtype)
+        acc = self.e.fresh("a")
+        state(fold.type, acc, fold.start)
+        index = list(self.index)
+        if n.attrs["reverse"]:
+            index[axis] = n.shape[axis] - 1 - index[axis]
+        where = tuple(index)
+        with self._along(axis), lanes():
+            value = evaluate(self.e, n.inputs[0], where)
+            save = self.e.store(n, item.space, where, fold.result(at(acc), lane=True))
+            step = fold.step_lane(at(acc), value)
+            self._lines([save, step] if n.attrs["exclusive"] else [step, save])
+
+    def _arg(self, item: Item, axis: int, at, state, lanes) -> None:
+        n = item.node
+        x = n.inputs[0]
+        best, where = self.e.fresh("a"), self.e.fresh("k")
+        c = compute_type(x.dtype)
+        state(c, best, extreme(x.dtype, n.attrs["kind"]))
+        state("ts_i64", where, "0")
+        sign = ">" if n.attrs["kind"] == "max" else "<"
+        with self._along(axis), lanes():
+            value = evaluate(self.e, x, self.index)
+            place = self.e.dim(self.index[axis])
+            self._lines([f"{at(where)} = {value} {sign} {at(best)} ? (ts_i64)({place}) : {at(where)};",
+                         f"{at(best)} = {value} {sign} {at(best)} ? {value} : {at(best)};"])
+        with lanes():
+            self.scopes.line(self.e.store(n, item.space, tuple(self.index[d] for d in item.mapped),
+                                          f"{compute_type(n.dtype)}({at(where)})"))
+
+    def _lines(self, lines: Sequence[str]) -> None:
+        for text in lines:
+            self.scopes.line(text)
+
+
+def extreme(dtype: str, kind: str) -> str:
+    """What an arg reduction starts from: the lowest (for max) or highest finite value, as Eigen's reducer."""
+    d = DTYPES[dtype]
+    if d.kind == "bool":
+        return "false" if kind == "max" else "true"
+    limits = finfo(d.numpy) if d.is_float else np.iinfo(d.numpy)
+    return literal(np.asarray(limits.min if kind == "max" else limits.max, d.numpy)[()], dtype)
+
+

@@ -1,0 +1,45 @@
+"""Translation units: kernels with the headers that give their text its meaning, as one self-contained text."""
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from .kernel import Kernel
+
+INCLUDE = Path(__file__).parent / "include"
+TARGET_HEADER = {"host": "ts_host.h", "cuda": "ts_cuda.h"}
+_INCLUDE_LINE = re.compile(r'^#include "(\w+\.h)"\s*$', re.M)
+
+# How host text is compiled.  Contraction (FMA) is on: it rounds once instead of twice.  Not -ffast-math: NaN and
+# Inf keep their meaning.  Integers wrap; buffers are reused with other element types, hence no strict aliasing.
+HOST_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fwrapv",
+              "-fno-strict-aliasing", "-fopenmp-simd", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+              "-fno-asynchronous-unwind-tables", "-shared", "-fPIC", "-w")
+
+
+@functools.cache
+def prelude(target: str) -> str:
+    """The headers of a target ("host" or "cuda") as one text without includes of its own."""
+    done: set[str] = set()
+
+    def expand(name: str) -> str:
+        if name in done:
+            return ""
+        done.add(name)
+        text = (INCLUDE / name).read_text()
+        return _INCLUDE_LINE.sub(lambda m: expand(m.group(1)), text)
+
+    return expand(TARGET_HEADER[target])
+
+
+def translation_unit(kernels: Iterable[Kernel] | str, target: str = "host") -> str:
+    """Text that a compiler takes as it is: headers, then every kernel once.
+
+    ``kernels`` may also be kernel text already joined (Program.text).
+    """
+    if isinstance(kernels, str):
+        return f"{prelude(target)}\n{kernels}"
+    unique = {k.name: k.text for k in kernels}
+    return "\n".join([prelude(target), *unique.values()])

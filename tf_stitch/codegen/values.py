@@ -1,0 +1,238 @@
+"""Text of one value at one index: the thread scope of stitching, ops inlined into the loop that reads them."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import Unschedulable
+from ..ir import dims as D
+from ..ir.dims import Dim
+from ..ir.dtypes import DTYPES
+from ..ir.graph import Node
+from ..ir.ops import OPS
+from ..schedule import rules
+from ..schedule.rules import Index
+from .text import compute_type, literal, storage_type
+
+if TYPE_CHECKING:
+    from .emit import StageEmitter
+
+_SIGNED = {"add": "+", "sub": "-", "mul": "*"}  # unsigned arithmetic wraps, signed is undefined
+
+
+def evaluate(e: StageEmitter, node: Node, index: Index) -> str:
+    """A C++ expression (a variable or a literal) for ``node`` at ``index``; declares what it needs."""
+    found = e.scopes.find((node, index))
+    if found is not None:
+        return found
+    if node.op == "const" and node.size == 1:
+        return literal(node.attrs["value"].reshape(-1)[0], node.dtype)
+    view = rules.VIEWS.get(node.op)
+    if view is not None and not e.in_memory(node):
+        return evaluate(e, node.inputs[0], view(node, index))
+    with e.scopes.at(e.scopes.depth_of(index)):
+        text = e.load(node, index) if e.in_memory(node) else compute(e, node, index)
+        if not text.isidentifier():
+            return declare(e, node, index, text)
+        e.scopes.top.values[(node, index)] = text
+        return text
+
+
+def compute(e: StageEmitter, node: Node, index: Index) -> str:
+    """An expression that computes ``node`` at ``index`` from its operands."""
+    rule = _RULES.get(node.op) or (_elementwise if OPS[node.op].elementwise else None)
+    if rule is None:
+        raise Unschedulable(f"Op '{node.op}' of {node.origin or node} cannot be computed in place.")
+    return rule(e, node, index)
+
+
+def declare(e: StageEmitter, node: Node, index: Index, text: str) -> str:
+    """Declares a variable for a value in the innermost scope."""
+    name = e.fresh("v")
+    e.scopes.line(f"const {compute_type(node.dtype)} {name} = {text};")
+    e.scopes.top.values[(node, index)] = name
+    return name
+
+
+def wrap(op: str, dtype: str, args: list[str]) -> str | None:
+    """Integer arithmetic that wraps around, or None when the op needs no care."""
+    d = DTYPES[dtype]
+    if not d.is_integer or d.kind == "uint" and d.size >= 4:
+        return None
+    wide = "ts_u64" if d.size == 8 else "ts_u32"
+    if op == "neg":
+        return f"{d.c}(0 - {wide}({args[0]}))"
+    if op in _SIGNED:
+        return f"{d.c}({wide}({args[0]}) {_SIGNED[op]} {wide}({args[1]}))"
+    return None
+
+
+def _elementwise(e: StageEmitter, node: Node, index: Index) -> str:
+    args = [evaluate(e, x, index) for x in node.inputs]
+    text = OPS[node.op].c
+    assert text is not None
+    if "ts_status" in text:
+        e.may_fail()
+    wrapped = wrap(node.op, node.inputs[0].dtype, args) if node.op in ("neg", *_SIGNED) else None
+    return wrapped or text.format(*args, T=compute_type(node.dtype))
+
+
+def _cast(e: StageEmitter, node: Node, index: Index) -> str:
+    x = evaluate(e, node.inputs[0], index)
+    to, source = storage_type(node.dtype), storage_type(node.inputs[0].dtype)
+    if to == source:
+        return x
+    if to != compute_type(node.dtype):
+        return f"ts_load(ts_cast<{to}>({x}))"
+    return f"ts_cast<{to}>({x})"
+
+
+def _bitcast(e: StageEmitter, node: Node, index: Index) -> str:
+    x = evaluate(e, node.inputs[0], index)
+    return f"ts_load(ts_bitcast<{storage_type(node.dtype)}>(ts_store<{storage_type(node.inputs[0].dtype)}>({x})))"
+
+
+def _select(e: StageEmitter, node: Node, index: Index) -> str:
+    c, x, y = (evaluate(e, x, index) for x in node.inputs)
+    return f"{c} ? {x} : {y}"
+
+
+def _const(e: StageEmitter, node: Node, index: Index) -> str:
+    values = ", ".join(literal(v, node.dtype) for v in node.attrs["value"].reshape(-1))
+    name = e.table(compute_type(node.dtype), values)
+    return f"{name}[{e.dim(rules.linear(index, node.shape))}]"
+
+
+def _shape_value(e: StageEmitter, node: Node, index: Index) -> str:
+    position = rules.linear(index, node.shape)
+    c = compute_type(node.dtype)
+    if isinstance(position, int):
+        return f"{c}({e.dim(node.attrs['dims'][position])})"
+    name = e.table(c, ", ".join(f"{c}({e.dim(d)})" for d in node.attrs["dims"]))
+    return f"{name}[{e.dim(position)}]"
+
+
+def _iota(e: StageEmitter, node: Node, index: Index) -> str:
+    return f"ts_load(ts_cast<{storage_type(node.dtype)}>((ts_i64)({e.dim(index[node.attrs['axis']])})))"
+
+
+def _conditional(e: StageEmitter, node: Node, start: str, cases: list[tuple[str, Callable[[], str]]]) -> str:
+    """A variable that is ``start`` unless a condition holds; each case is evaluated only under its condition."""
+    name = e.fresh("v")
+    e.scopes.line(f"{compute_type(node.dtype)} {name} = {start};")
+    for condition, value in cases:
+        with e.scopes.block(f"if ({condition})", conditional=True):
+            e.scopes.line(f"{name} = {value()};")
+    return name
+
+
+def _named_index(e: StageEmitter, d: Dim, size: Dim) -> Dim:
+    """A variable for a non-negative index below ``size``, so that what is computed from it can be simplified."""
+    if isinstance(d, int):
+        return d
+    return e.index_variable(e.dim(d), size)
+
+
+def _pad(e: StageEmitter, node: Node, index: Index) -> str:
+    x, fill = node.inputs
+    low, interior = node.attrs["low"], node.attrs["interior"]
+    start = evaluate(e, fill, ())
+    conditions: list[str] = []
+    inner: list[tuple[int, Dim]] = []
+    place = list(index)
+    for d in range(node.rank):
+        if node.shape[d] == x.shape[d] and low[d] == 0:
+            continue
+        step = interior[d] + 1
+        at = index[d] - low[d]
+        reach = x.shape[d] * step - interior[d]  # of the operand, gaps included
+        if not D.prove_nonneg(at):
+            conditions.append(f"{e.dim(index[d])} >= {e.dim(low[d])}")
+        if not D.prove_le(at + 1, reach):
+            conditions.append(f"{e.dim(at)} < {e.dim(reach)}")
+        if step > 1:
+            conditions.append(f"ts_floormod({e.dim(at)}, {step}) == 0")
+        inner.append((d, at))
+        place[d] = at
+    if not conditions:
+        return evaluate(e, x, tuple(place))
+
+    def value() -> str:
+        for d, at in inner:
+            where = D.floordiv(at, interior[d] + 1)
+            place[d] = _named_index(e, where, x.shape[d])
+        return evaluate(e, x, tuple(place))
+
+    return _conditional(e, node, start, [(" && ".join(conditions), value)])
+
+
+def _concat(e: StageEmitter, node: Node, index: Index) -> str:
+    axis = node.attrs["axis"]
+    at = index[axis]
+    cases = []
+    for x, start in zip(node.inputs, rules.concat_starts(node), strict=True):
+        size = x.shape[axis]
+        if D.prove_le(start, at) and D.prove_le(at + 1, start + size):
+            return evaluate(e, x, (*index[:axis], at - start, *index[axis + 1:]))
+        if D.prove_le(at + 1, start) or D.prove_le(start + size, at):
+            continue
+
+        def value(x: Node = x, start: Dim = start, size: Dim = size) -> str:
+            inner = _named_index(e, at - start, size)
+            return evaluate(e, x, (*index[:axis], inner, *index[axis + 1:]))
+
+        cases.append((f"{e.dim(at)} >= {e.dim(start)} && {e.dim(at)} < {e.dim(start + size)}", value))
+    return _conditional(e, node, "0", cases)
+
+
+def _looked_up(e: StageEmitter, node: Node, raw: str, size: Dim) -> tuple[Dim, str]:
+    """A safe index from an index read from data, and the condition under which it counts ("" for always)."""
+    n = e.dim(size)
+    mode = node.attrs["mode"]
+    if mode == "error":
+        e.may_fail()
+        return e.index_variable(f"ts_index({raw}, {n}, ts_status)", size), ""
+    at = e.index_variable(f"ts_clip_index({raw}, {n})", size)
+    return at, f"ts_in_range({raw}, {n})" if mode == "zero" else ""
+
+
+def _gathered(e: StageEmitter, node: Node, conditions: list[str], sizes: list[Dim],
+              value: Callable[[], str]) -> str:
+    conditions = [c for c in conditions if c]
+    conditions += [f"{e.dim(s)} > 0" for s in sizes if not D.prove_nonneg(s - 1)]
+    if not conditions:
+        return value()
+    return _conditional(e, node, "0", [(" && ".join(conditions), value)])
+
+
+def _gather(e: StageEmitter, node: Node, index: Index) -> str:
+    params, indices = node.inputs
+    axis, batch = node.attrs["axis"], node.attrs["batch_dims"]
+    middle = indices.rank - batch
+    raw_index = (*index[:batch], *index[axis:axis + middle])
+    with e.scopes.at(e.scopes.depth_of(raw_index)):
+        raw = evaluate(e, indices, raw_index)
+        at, condition = _looked_up(e, node, raw, params.shape[axis])
+    place = (*index[:axis], at, *index[axis + middle:])
+    return _gathered(e, node, [condition], [params.shape[axis]], lambda: evaluate(e, params, place))
+
+
+def _gather_nd(e: StageEmitter, node: Node, index: Index) -> str:
+    params, indices = node.inputs
+    batch, depth, lead = node.attrs["batch_dims"], int(indices.shape[-1]), indices.rank - 1
+    at: list[Dim] = []
+    conditions: list[str] = []
+    with e.scopes.at(e.scopes.depth_of(index[:lead])):
+        for j in range(depth):
+            raw = evaluate(e, indices, (*index[:lead], j))
+            k, condition = _looked_up(e, node, raw, params.shape[batch + j])
+            at.append(k)
+            conditions.append(condition)
+    place = (*index[:batch], *at, *index[lead:])
+    return _gathered(e, node, conditions, list(params.shape[batch:batch + depth]), lambda: evaluate(e, params, place))
+
+
+_RULES: dict[str, Callable[[StageEmitter, Node, Index], str]] = {
+    "const": _const, "shape_value": _shape_value, "iota": _iota, "cast": _cast, "bitcast": _bitcast,
+    "select": _select, "pad": _pad, "concat": _concat, "gather": _gather, "gather_nd": _gather_nd,
+}

@@ -1,0 +1,264 @@
+"""The schedule that one tile of one output implies: boxes, stages, shared memory and an estimate of time."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..errors import Unschedulable
+from ..ir import dims as D
+from ..ir.dims import Dim
+from ..ir.dtypes import DTYPES
+from ..ir.graph import Node
+from . import rules
+from .domain import Domain, domain
+from .kernel_schedule import OUT, SHARED, Item, Part, Stage
+from .labels import Labels, body_operands, operand_labels
+from .rules import Box
+from .shared import plan_shared
+from .storage import HEAVY, Storage, weight
+from .target import Target
+from .tile import Axis, Tags, Tile, axes_of, guess
+
+BLOCK_OVERHEAD = 300  # element operations that starting a block costs
+STAGE_OVERHEAD = 30
+LINE = 64  # bytes of a cache line: a shorter contiguous run still moves a line
+
+
+class Attempt:
+    """``part`` is the schedule, ``time`` its estimate, ``waste`` the work over the least possible work.
+
+    Raises Unschedulable when the values that a block must keep do not fit on chip.
+    """
+
+    def __init__(self, nodes: Sequence[Node], outputs: Sequence[Node], primary: Node, tags: Mapping[Node, Tags],
+                 tile: Tile, target: Target, storage: Storage):
+        self.nodes, self.outputs, self.target, self.tags = nodes, outputs, target, tags
+        self.storage = storage
+        self.members = set(nodes)
+        self.kept = set(storage.kept)
+        self.by_dim = axes_of(primary.shape, tile)
+        self.axes: list[Axis] = [a for a in self.by_dim if a is not None]
+        self.blocks = D.product(a.count for a in self.axes)
+        self.boxes = self._infer()
+        self.reads_of: dict[tuple[Node, bool], list[tuple[Node, Labels | None]]] = {}
+        self.part = self._fit()
+
+    # --- boxes --------------------------------------------------------------------------------------
+
+    def own_box(self, output: Node) -> tuple[Box, tuple[int, ...]]:
+        """What of an output a block writes, and the axes along which only the first block writes."""
+        tags = self.tags.get(output, (None,) * output.rank)
+        found: set[int] = set()
+        box: list[rules.Span] = []
+        for size, t in zip(output.shape, tags, strict=True):
+            axis = self.by_dim[t] if t is not None else None
+            if axis is None:
+                box.append((0, size))
+            else:
+                found.add(axis.number)
+                box.append((axis.offset, axis.extent))
+        return tuple(box), tuple(a.number for a in self.axes if a.number not in found)
+
+    def _infer(self) -> dict[Node, Box]:
+        boxes: dict[Node, Box] = {o: self.own_box(o)[0] for o in self.outputs}
+        for n in reversed(self.nodes):
+            for x, box in zip(n.inputs, rules.operand_boxes(n, boxes[n]), strict=True):
+                if x in self.members:
+                    boxes[x] = rules.union(boxes[x], box, x.shape) if x in boxes else box
+        return boxes
+
+    # --- stages -------------------------------------------------------------------------------------
+
+    def _fit(self) -> Part:
+        """Stages and shared memory; keeps fewer values until they fit."""
+        droppable = None
+        while True:
+            stages = self._stages()
+            slots, size = plan_shared(stages, self.boxes)
+            if guess(size) <= self.target.shared_bytes and (self.target.is_host or isinstance(size, int)):
+                break
+            droppable = [n for n in self.storage.droppable() if n in self.kept] if droppable is None else droppable
+            if not droppable:
+                name = self.outputs[0].origin or self.outputs[0].op
+                raise Unschedulable(f"A block that computes '{name}' needs {D.to_text(size)} bytes on chip where "
+                                    f"{self.target.shared_bytes} are allowed; split the group.")
+            self.kept.discard(droppable.pop(0))
+        cost = self._estimate(stages)
+        return Part(self.axes, stages, slots, frozenset(self.kept), frozenset(self.read_back), self.blocks, size, cost)
+
+    def _stages(self) -> list[Stage]:
+        self.read_back: set[Node] = set()
+        self.home: dict[Node, int] = {}  # the stage after which a kept value may be read at any index
+        stages: list[Stage] = []
+        for n in self.nodes:
+            if n in self.kept:
+                for item, stage in self._items(n):
+                    self._place(item, stage, stages)
+        self._drop_local(stages)
+        return [*(s for s in stages if s.hoisted), *(s for s in stages if not s.hoisted)]
+
+    def _items(self, n: Node) -> list[tuple[Item, Stage]]:
+        box = self.boxes[n]
+        if n not in self.storage.outputs:
+            return self._compute(n, SHARED, box, ())
+        own, once = self.own_box(n)
+        has_readers = bool(self.storage.users[n])
+        if own == box and not (once and has_readers):
+            if has_readers:
+                self.read_back.add(n)
+            return self._compute(n, OUT, own, once)
+        copy = Item(n, OUT, n, (), tuple(range(n.rank)), copy=True)
+        return [*self._compute(n, SHARED, box, ()), (copy, Stage("map", n.shape, own, (), [copy], once))]
+
+    def _compute(self, n: Node, space: str, box: Box, once: tuple[int, ...]) -> list[tuple[Item, Stage]]:
+        if n.op == "concat":
+            return _pieces(n, space, box, once)
+        d: Domain = domain(n, box)
+        item = Item(n, space, n, (), d.mapped)
+        return [(item, _stage(d.kind, d.shape, d.box, d.folded, item, once))]
+
+    def _place(self, item: Item, stage: Stage, stages: list[Stage]) -> None:
+        """Puts an item into an existing stage with the same loops, or into a new one."""
+        identity = tuple(range(len(stage.shape)))
+        reads = self._reads(item)
+        first = 0
+        for x, labels in reads:
+            at_once = labels == identity and x.op not in HEAVY and x.op != "concat"
+            first = max(first, self.home[x] + (0 if at_once else 1))
+            if not stages[self.home[x]].hoisted:
+                stage.hoisted = False
+        for k in range(first, len(stages)):
+            if _fits(stages[k], stage):
+                _merge(stages[k], stage)
+                break
+        else:
+            k = len(stages)
+            stages.append(stage)
+        stages[k].reads.update(x for x, _ in reads)
+        if item.space == SHARED or item.node in self.read_back or item.node not in self.home:
+            self.home[item.node] = max(k, self.home.get(item.node, 0))
+
+    def _reads(self, item: Item) -> list[tuple[Node, Labels | None]]:
+        """Kept values that an item reads, each with the domain dims that index it (None: by another index)."""
+        found: dict[tuple[Node, Labels | None], None] = {}
+        seen: set[tuple[Node, Labels]] = set()
+        stack: list[tuple[Node, Labels]] = []
+
+        def visit(x: Node, labels: Labels) -> None:
+            if x not in self.members or (x, labels) in seen:
+                return
+            seen.add((x, labels))
+            if x in self.kept:
+                found[(x, labels)] = None
+            else:
+                stack.append((x, labels))
+
+        for x, labels in body_operands(item):
+            visit(x, labels)
+        while stack:
+            n, labels = stack.pop()
+            for x, inner in operand_labels(n, labels):
+                visit(x, inner)
+        return list(found)
+
+    def _drop_local(self, stages: list[Stage]) -> None:
+        """A staged value that is only read in its own loop, at the same index, needs no memory."""
+        readers: dict[Node, set[int]] = {}
+        for k, s in enumerate(stages):
+            for x in s.reads:
+                readers.setdefault(x, set()).add(k)
+        for k, s in enumerate(stages):
+            for item in list(s.items):
+                n = item.node
+                if item.space == SHARED and n not in self.storage.outputs and n.op not in HEAVY \
+                        and n.op != "concat" and readers.get(n, set()) == {k} and len(s.items) > 1:
+                    s.items.remove(item)
+                    s.reads.discard(n)
+                    self.kept.discard(n)
+
+    # --- estimate -----------------------------------------------------------------------------------
+
+    def _estimate(self, stages: Sequence[Stage]) -> Dim:
+        """Sets ``time`` and ``waste``; returns the cost of a block in cycles of one host core."""
+        env = {f"ts_b{a.number}": 0 for a in self.axes} | {f"ts_e{a.number}": a.chunk for a in self.axes}
+        block, once, least, cost = BLOCK_OVERHEAD, 0, 0, BLOCK_OVERHEAD * 8
+        for s in stages:
+            per, loads = self._stage_weight(s, env)
+            volume = D.product(e for _, e in s.box)
+            work = _number(volume, env) * (per + loads) + STAGE_OVERHEAD
+            block, once = (block, once + work) if s.hoisted else (block + work, once)
+            least += guess(D.product(s.shape)) * per
+            cost = cost + D.substitute(volume, env) * per
+        blocks = guess(self.blocks)
+        rounds = -(-blocks // self.target.cores)
+        self.time = rounds * block + once
+        self.waste = (blocks * (block - BLOCK_OVERHEAD) + once) / max(least, 1)
+        return D.floordiv(cost, 8) + 1
+
+    def _stage_weight(self, stage: Stage, env: Mapping[str, int]) -> tuple[int, float]:
+        """Operations per element of a stage, and what loads cost beyond contiguous ones."""
+        total, extra = 0, 0.0
+        seen: set[tuple[Node, Labels]] = set()
+        for item in stage.items:
+            total += 1 + (weight(item.node) if item.body is item.node and not item.copy else 0)
+            stack = list(body_operands(item))
+            while stack:
+                n, labels = stack.pop()
+                if (n, labels) in seen:
+                    continue
+                seen.add((n, labels))
+                if n not in self.members or n in self.kept:
+                    total += 1
+                    extra += self._strided(n, labels, stage, env)
+                    continue
+                total += weight(n)
+                stack.extend(operand_labels(n, labels))
+        return total, extra
+
+    def _strided(self, n: Node, labels: Labels, stage: Stage, env: Mapping[str, int]) -> float:
+        """Extra cost of reading a tensor in runs shorter than a cache line."""
+        if not n.rank or n in self.members:
+            return 0.0
+        size = DTYPES[n.dtype].size
+        last = labels[-1] if labels else None
+        run = 1 if last is None else _number(stage.box[last][1], env)
+        run = min(run, guess(n.shape[-1]))
+        if run >= guess(n.shape[-1]) or run * size >= LINE:
+            return 0.0
+        return LINE / (max(run, 1) * size)
+
+
+def _number(d: Dim, env: Mapping[str, int]) -> int:
+    return guess(D.substitute(d, env)) if not isinstance(d, int) else d
+
+
+def _stage(kind: str, shape, box: Box, folded: tuple[int, ...], item: Item, once: tuple[int, ...]) -> Stage:
+    hoisted = item.space == SHARED and not any(_of_block(d) for span in box for d in span)
+    return Stage(kind, shape, box, folded, [item], once, hoisted)
+
+
+def _of_block(d: Dim) -> bool:
+    return any(s.name.startswith(("ts_b", "ts_e")) for s in D.symbols(d))
+
+
+def _pieces(n: Node, space: str, box: Box, once: tuple[int, ...]) -> list[tuple[Item, Stage]]:
+    """A concat in memory is one copy per operand: no condition in the loops."""
+    out = []
+    axis = n.attrs["axis"]
+    boxes = rules.operand_boxes(n, box)
+    for x, start, part in zip(n.inputs, rules.concat_starts(n), boxes, strict=True):
+        shift = tuple(start if d == axis else 0 for d in range(n.rank))
+        item = Item(n, space, x, shift, tuple(range(n.rank)))
+        out.append((item, _stage("map", x.shape, part, (), item, once)))
+    return out
+
+
+def _fits(into: Stage, new: Stage) -> bool:
+    kinds = {into.kind, new.kind}
+    same = (into.shape, into.box, into.once, into.hoisted) == (new.shape, new.box, new.once, new.hoisted)
+    return same and kinds <= {"map", "fold"} and (len(kinds) == 2 or into.folded == new.folded)
+
+
+def _merge(into: Stage, new: Stage) -> None:
+    into.items.extend(new.items)
+    if new.kind == "fold":
+        into.kind, into.folded = "fold", new.folded

@@ -1,0 +1,129 @@
+"""Builds the schedule of a group: tile, boxes, storage, stages, shared memory."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..errors import Unschedulable
+from ..fusion.group import Group
+from ..ir import dims as D
+from ..ir.dtypes import DTYPES
+from ..ir.graph import Node
+from . import rules
+from .attempt import Attempt
+from .domain import domain
+from .kernel_schedule import KernelSchedule, Part
+from .storage import HEAVY, SOURCES, Storage
+from .target import Target
+from .tile import Tags, candidates, guess
+
+GOOD_ENOUGH = 1.2  # a tile that computes at most this many times the least work ends the search
+
+
+def build(group: Group, target: Target) -> KernelSchedule:
+    """The schedule of a group on a target.
+
+    Raises Unschedulable when some output's blocks cannot be made to fit the others', or when a block's values
+    do not fit on chip; the planner then splits the group.
+    """
+    parts = [_build_part(nodes, outputs, target) for nodes, outputs in _components(group)]
+    return KernelSchedule(target, parts, group.inputs, group.outputs, frozenset(group.nodes),
+                          {n: n for n in (*group.inputs, *group.nodes)})
+
+
+def _components(group: Group) -> list[tuple[list[Node], list[Node]]]:
+    """Weakly connected sets of members: each gets blocks of its own."""
+    members = set(group.nodes)
+    parent = {n: n for n in group.nodes}
+
+    def find(n: Node) -> Node:
+        while parent[n] is not n:
+            parent[n] = parent[parent[n]]
+            n = parent[n]
+        return n
+
+    for n in group.nodes:
+        for x in n.inputs:
+            if x in members and x.op not in SOURCES:
+                parent[find(n)] = find(x)
+    sets: dict[Node, list[Node]] = {}
+    for o in group.outputs:
+        sets.setdefault(find(o), []).append(o)
+    return [(_needed(outputs, members), outputs) for outputs in sets.values()]
+
+
+def _needed(outputs: Iterable[Node], members: set[Node]) -> list[Node]:
+    """Members that outputs depend on, operands first."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack = [(o, False) for o in outputs]
+    while stack:
+        n, done = stack.pop()
+        if done:
+            order.append(n)
+        elif n not in seen and n in members:
+            seen.add(n)
+            stack.append((n, True))
+            stack.extend((x, False) for x in n.inputs)
+    return order
+
+
+def _build_part(nodes: list[Node], outputs: list[Node], target: Target) -> Part:
+    primary = max(outputs, key=lambda o: (guess(o.size), o.rank, -o.id))
+    tags = _spread(primary, nodes)
+    total = max((_folded_work(n) for n in nodes), default=1)
+    share = max(guess(primary.size), 1)
+    per_block = min(max(total // target.min_blocks, target.block_work // 4), target.block_work)
+    elements = max(per_block * share // max(total, share), 1)
+    wide = sorted({t for n in nodes for t in _contiguous_tags(n, tags)} - {primary.rank - 1})
+    least = max(target.vector_bytes // min(DTYPES[n.dtype].size for n in nodes), 16)
+    storage = Storage(nodes, outputs)
+    best: Attempt | None = None
+    reason = f"No tile of '{primary.origin or primary}' gives a schedule; split the group."
+    for tile in candidates(primary.shape, elements, wide, least):
+        try:
+            attempt = Attempt(nodes, outputs, primary, tags, tile, target, storage)
+        except Unschedulable as e:
+            reason = str(e)
+            continue
+        if best is None or attempt.time < best.time:
+            best = attempt
+        if attempt.waste <= GOOD_ENOUGH:
+            break
+    if best is None:
+        raise Unschedulable(reason)
+    return best.part
+
+
+def _folded_work(node: Node) -> int:
+    return guess(D.product(domain(node, rules.full(node.shape)).shape)) if node.op in HEAVY else guess(node.size)
+
+
+def _spread(primary: Node, nodes: Sequence[Node]) -> dict[Node, Tags]:
+    """The primary's dim that every dim of every node is, where ties prove it (None elsewhere)."""
+    members = set(nodes)
+    links: dict[Node, list[tuple[Node, int, int]]] = {}
+    for n in nodes:
+        for k, there, here in rules.ties(n):
+            x = n.inputs[k]
+            links.setdefault(n, []).append((x, here, there))
+            links.setdefault(x, []).append((n, there, here))
+    tags: dict[Node, list[int | None]] = {primary: list(range(primary.rank))}
+    queue = [(primary, d) for d in range(primary.rank)]
+    for n, d in queue:
+        tag = tags[n][d]
+        for other, here, there in links.get(n, ()):
+            if here != d:
+                continue
+            have = tags.setdefault(other, [None] * other.rank)
+            if have[there] is None and tag not in have and other.shape[there] == n.shape[d]:
+                have[there] = tag
+                if other in members:
+                    queue.append((other, there))
+    return {n: tuple(t) for n, t in tags.items()}
+
+
+def _contiguous_tags(node: Node, tags: dict[Node, Tags]) -> list[int]:
+    """Primary dims along which operands of a transpose or dot are contiguous in memory."""
+    if node.op not in ("transpose", "dot"):
+        return []
+    return [t for x in node.inputs if x.rank and (t := tags.get(x, (None,) * x.rank)[-1]) is not None]

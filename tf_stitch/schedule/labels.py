@@ -1,0 +1,36 @@
+"""Labels: which loop of a stage indexes each dim of what the stage reads (None: an index computed otherwise)."""
+from __future__ import annotations
+
+from ..ir.graph import Node
+from . import rules
+from .kernel_schedule import Item
+
+Labels = tuple[int | None, ...]
+
+
+def body_operands(item: Item) -> list[tuple[Node, Labels]]:
+    """What an item evaluates at every index of its domain, with the domain dims that index it."""
+    n = item.node
+    identity = tuple(range(n.rank))
+    if item.copy or item.body is not n:
+        return [(item.body, identity)]
+    if n.op in ("reduce", "arg_reduce", "scan"):
+        return [(n.inputs[0], tuple(range(n.inputs[0].rank)))]
+    if n.op in ("conv", "window"):
+        return [(x, (None,) * x.rank) for x in n.inputs]
+    out = operand_labels(n, identity)
+    if n.op == "dot":
+        for k, axes in enumerate(n.attrs["contract"]):
+            labels = list(out[k][1])
+            for j, a in enumerate(axes):
+                labels[a] = n.rank + j
+            out[k] = (out[k][0], tuple(labels))
+    return out
+
+
+def operand_labels(n: Node, labels: Labels) -> list[tuple[Node, Labels]]:
+    """The operands of an inlined node with their labels."""
+    out: list[list[int | None]] = [[None] * x.rank for x in n.inputs]
+    for k, there, here in rules.ties(n):
+        out[k][there] = labels[here]
+    return [(x, tuple(o)) for x, o in zip(n.inputs, out, strict=True)]

@@ -1,0 +1,91 @@
+"""Shared-memory planning: where each staged value lies, and which values share space.
+
+Space is shared by liveness (FusionStitching, arXiv 1811.05213, section 5.1.3): a slot is free again after the
+last stage that reads it.  Hoisted values live through all blocks.  Slots of unknown size come last and share
+nothing.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..ir import dims as D
+from ..ir.dims import Dim
+from ..ir.dtypes import DTYPES
+from ..ir.graph import Node, Shape
+from .kernel_schedule import SHARED, Slot, Stage
+from .rules import Box
+
+ALIGN = 64
+
+
+def plan_shared(stages: Sequence[Stage], boxes: Mapping[Node, Box]) -> tuple[dict[Node, Slot], Dim]:
+    """A slot for every staged value, and the bytes that a block needs."""
+    life = _lifetimes(stages)
+    placed: list[tuple[int, int, int, int]] = []  # offset, bytes, first stage, last stage
+    slots: dict[Node, Slot] = {}
+    unknown: list[tuple[Node, Shape, Dim]] = []
+    top = 0
+    for n, (first, last) in life.items():
+        room = room_of(n, boxes[n])
+        size = D.product(room) * compute_size(n)
+        if not isinstance(size, int):
+            unknown.append((n, room, size))
+            continue
+        size = _align(size)
+        offset = _first_fit(placed, size, first, last)
+        placed.append((offset, size, first, last))
+        slots[n] = Slot(offset, boxes[n], room, n.dtype)
+        top = max(top, offset + size)
+    total: Dim = top
+    for n, room, size in unknown:
+        slots[n] = Slot(total, boxes[n], room, n.dtype)
+        total = total + D.ceildiv(size, ALIGN) * ALIGN
+    return slots, total
+
+
+def compute_size(n: Node) -> int:
+    """Bytes of an element in shared memory: half types are kept as float32."""
+    return 4 if DTYPES[n.dtype].compute == "float" else DTYPES[n.dtype].size
+
+
+def _lifetimes(stages: Sequence[Stage]) -> dict[Node, tuple[int, int]]:
+    life: dict[Node, tuple[int, int]] = {}
+    end = len(stages)
+    for k, s in enumerate(stages):
+        for item in s.items:
+            if item.space == SHARED:
+                first, last = life.get(item.node, (k, k))
+                life[item.node] = (0, end) if s.hoisted else (first, max(last, k))
+    for k, s in enumerate(stages):
+        for n in s.reads:
+            if n in life:
+                life[n] = (life[n][0], max(life[n][1], k))
+    return life
+
+
+def _first_fit(placed: Sequence[tuple[int, int, int, int]], size: int, first: int, last: int) -> int:
+    """The lowest offset that no value alive at the same time covers."""
+    busy = sorted((o, b) for o, b, f, l in placed if f <= last and first <= l)
+    offset = 0
+    for o, b in busy:
+        if offset + size <= o:
+            break
+        offset = max(offset, o + b)
+    return offset
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def room_of(n: Node, box: Box) -> Shape:
+    """The most elements that a block's box has along every dim."""
+    return tuple(_most(ext, size) for (_, ext), size in zip(box, n.shape, strict=True))
+
+
+def _most(ext: Dim, size: Dim) -> Dim:
+    limits = {s.name: s.hi for s in D.symbols(ext) if s.name.startswith("ts_e") and s.hi is not None}
+    if any(s.name.startswith("ts_b") for s in D.symbols(ext)):
+        bound = D.upper(ext)
+        return size if bound is None or any(s.name.startswith("ts_") for s in D.symbols(bound)) else D.dmin(bound, size)
+    return D.substitute(ext, limits)

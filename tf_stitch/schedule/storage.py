@@ -1,0 +1,119 @@
+"""Which values of a group are kept, and which are computed again where they are read.
+
+A value is *inlined* unless keeping it pays: results of reductions, dots and scans are always kept; elementwise
+values are kept when they are expensive and read by several stages, or when a broadcast would compute them again
+for every element of an outer dim (FusionStitching's size analysis, arXiv 1811.05213, section 5.1).
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..ir import dims as D
+from ..ir.graph import Node
+from ..ir.ops import EXPENSIVE, OPS
+from .rules import VIEWS
+
+HEAVY = frozenset({"reduce", "arg_reduce", "scan", "dot", "conv", "window"})
+SOURCES = frozenset({"param", "const", "iota", "shape_value"})
+_WEIGHT = {"gather": 4, "gather_nd": 6, "pad": 2, "concat": 2, "cast": 1, "bitcast": 0, "select": 1}
+KEEP_WEIGHT = 8  # recomputing less than this in another stage is cheaper than a trip through shared memory
+
+
+def weight(node: Node) -> int:
+    """About how many vector instructions one element of a node costs."""
+    if node.op in SOURCES or node.op in VIEWS:
+        return 0
+    if node.op in _WEIGHT:
+        return _WEIGHT[node.op]
+    return 12 if OPS[node.op].cost == EXPENSIVE else 1
+
+
+class Storage:
+    """The choice for one set of nodes.  ``kept`` are the nodes whose values live in memory, in order."""
+
+    def __init__(self, nodes: Sequence[Node], outputs: Iterable[Node]):
+        self.nodes = list(nodes)
+        self.members = set(nodes)
+        self.outputs = set(outputs)
+        self.users: dict[Node, list[Node]] = {n: [] for n in nodes}
+        for n in nodes:
+            for x in dict.fromkeys(n.inputs):
+                if x in self.members:
+                    self.users[x].append(n)
+        self.kept: set[Node] = {n for n in nodes if n in self.outputs or n.op in HEAVY}
+        self._keep_before_broadcasts()
+        self._keep_shared_work()
+
+    def _weight_to_kept(self, node: Node) -> int:
+        """Work of computing one element of ``node`` from kept values and inputs."""
+        seen: set[Node] = set()
+        stack, total = [node], 0
+        while stack:
+            n = stack.pop()
+            if n in seen or n not in self.members or (n is not node and n in self.kept):
+                continue
+            seen.add(n)
+            total += weight(n)
+            stack.extend(n.inputs)
+        return total
+
+    def _producer(self, node: Node) -> Node:
+        """The node that computes what a chain of views shows."""
+        while node in self.members and node.op in VIEWS and node not in self.kept and node.op != "broadcast":
+            node = node.inputs[0]
+        return node
+
+    def _keep_before_broadcasts(self) -> None:
+        for b in self.nodes:
+            if b.op != "broadcast" or b.inputs[0].rank == 0:
+                continue
+            x = self._producer(b.inputs[0])
+            if x not in self.members or x in self.kept or x.op in SOURCES or x.op in VIEWS:
+                continue
+            axes = b.attrs["axes"]
+            new = [d for d in range(b.rank) if d not in axes and b.shape[d] != 1]
+            outer = any(d < max(axes) for d in new)
+            if new and self._weight_to_kept(x) >= (1 if outer else KEEP_WEIGHT):
+                self.kept.add(x)
+
+    def _keep_shared_work(self) -> None:
+        chosen = []
+        sinks: dict[Node, frozenset[Node]] = {}
+        for n in reversed(self.nodes):
+            reached: set[Node] = set()
+            for u in self.users[n]:
+                reached |= {u} if u in self.kept else sinks[u]
+            sinks[n] = frozenset(reached)
+            if n not in self.kept and n.op not in VIEWS and n.op not in SOURCES and len(reached) > 1 \
+                    and self._weight_to_kept(n) >= KEEP_WEIGHT:
+                self.kept.add(n)
+                chosen.append(n)
+        for n in reversed(chosen):  # operands first: what a kept operand already saves does not count twice
+            self.kept.discard(n)
+            if self._weight_to_kept(n) >= KEEP_WEIGHT:
+                self.kept.add(n)
+
+    def droppable(self) -> list[Node]:
+        """Kept values that may be computed again instead, in the order that seeds the shrinking.
+
+        First cheap elementwise results, then expensive ones with one user, then with several.
+        """
+        def order(n: Node) -> tuple[bool, int, int]:
+            work = self._weight_to_kept(n)
+            return work >= 12, len(self.users[n]), work
+
+        free = [n for n in self.nodes if n in self.kept and n not in self.outputs and n.op not in HEAVY]
+        return sorted(free, key=order)
+
+    def drop(self, node: Node) -> None:
+        """Computes ``node`` again where it is read."""
+        self.kept.discard(node)
+
+    def order(self) -> list[Node]:
+        """Kept nodes, operands first."""
+        return [n for n in self.nodes if n in self.kept]
+
+
+def static_size(node: Node) -> bool:
+    """True when every dim of a node is known."""
+    return D.all_static(node.shape)

@@ -1,0 +1,143 @@
+"""The schedule language: how the dims of a root are cut into thread blocks.
+
+A FusionStitching schedule (arXiv 1811.05213, section 4) is ``(split_dim, sword, sched_type)``.  Row: the dims
+left of split_dim and ``split_dim / sword`` make the blocks, the block owns the rest; Column is the mirror image.
+Here both are cases of a *tile*: one chunk per dim, None where the block owns the whole dim.  A tile can also cut
+two dims at once, which is what keeps both sides of a transpose in whole cache lines.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..ir import dims as D
+from ..ir.dims import Dim, Expr
+from ..ir.graph import Shape
+
+Tile = tuple[int | None, ...]
+Tags = tuple[int | None, ...]
+GUESS = 64  # a size to reckon with where a dim is unknown; only speed depends on it
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``(split_dim, sword, sched_type)`` of a root; ``sched_type`` is "Row" or "Column"."""
+
+    split_dim: int
+    sword: int
+    sched_type: str = "Row"
+
+    def tile(self, shape: Shape) -> Tile:
+        """The chunk of every dim."""
+        def chunk(d: int) -> int | None:
+            if d == self.split_dim:
+                return self.sword
+            outside = d < self.split_dim if self.sched_type == "Row" else d > self.split_dim
+            return 1 if outside else None
+
+        return tuple(chunk(d) for d in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One cut dim of the root: ``number`` names it, blocks along it own ``chunk`` elements each."""
+
+    number: int
+    size: Dim
+    chunk: int
+
+    @property
+    def block(self) -> Expr:
+        """The block's index along this axis."""
+        return D.symbol(f"ts_b{self.number}", 0, self.count - 1)
+
+    @property
+    def count(self) -> Dim:
+        """Blocks along this axis."""
+        return D.ceildiv(self.size, self.chunk)
+
+    @property
+    def offset(self) -> Dim:
+        """The first element that the block owns."""
+        return self.block * self.chunk
+
+    @property
+    def ragged(self) -> bool:
+        """True when the last block may own fewer than ``chunk`` elements."""
+        return D.mod(self.size, self.chunk) != 0
+
+    @property
+    def extent(self) -> Dim:
+        """Elements that the block owns: ``chunk``, or a symbol when the last block is ragged."""
+        return D.symbol(f"ts_e{self.number}", 0, self.chunk) if self.ragged else self.chunk
+
+
+def guess(d: Dim) -> int:
+    """A number for a dim: its value, or what it is when every unknown is GUESS."""
+    if isinstance(d, int):
+        return d
+    env = {}
+    for s in D.symbols(d):
+        hi = s.hi if isinstance(s.hi, int) else GUESS
+        env[s.name] = max(min(GUESS, hi), s.lo or 0)
+    return D.evaluate(d, env)
+
+
+def axes_of(shape: Shape, tile: Tile) -> list[Axis | None]:
+    """The axis of every dim; None where the block owns the whole dim."""
+    numbers = itertools.count()
+    return [None if c is None or (isinstance(s, int) and c >= s) else Axis(next(numbers), s, c)
+            for s, c in zip(shape, tile, strict=True)]
+
+
+def fill(shape: Shape, elements: int, whole: Sequence[int] = (), wide: Sequence[int] = (), least: int = 1) -> Tile:
+    """A tile of about ``elements`` elements.
+
+    Dims in ``whole`` are not cut; dims in ``wide`` (contiguous in some operand) get at least ``least`` elements; what
+    is left goes to the dims from the last to the first, so that a block owns contiguous memory.
+    """
+    chunks: list[int | None] = [1] * len(shape)
+    have = 1
+    for d in whole:
+        chunks[d], have = None, have * max(guess(shape[d]), 1)
+    for d in wide:
+        if chunks[d] is not None:
+            chunks[d] = min(least, max(guess(shape[d]), 1)) if isinstance(shape[d], int) else least
+            have *= chunks[d] or 1
+    for d in reversed(range(len(shape))):
+        if chunks[d] is None:
+            continue
+        start = chunks[d] or 1
+        room = max(elements * start // have, 1)
+        if isinstance(shape[d], int) and room >= shape[d]:
+            chunks[d] = None
+            have = have // start * max(shape[d], 1)
+        else:
+            chunk = max(_round(room, shape[d]), start)
+            chunks[d] = chunk
+            have = have // start * (chunk if isinstance(shape[d], int) else min(chunk, GUESS))
+    return tuple(chunks)
+
+
+def _round(room: int, size: Dim) -> int:
+    """A chunk near ``room``: a power of two, or an even share of a static size."""
+    power = 1 << (room.bit_length() - 1)
+    if isinstance(size, int) and size > 0:
+        for count in range(-(-size // room), 2 * -(-size // room) + 1):
+            if size % count == 0 and (size // count) * 4 >= room * 3:
+                return size // count
+    return power
+
+
+def candidates(shape: Shape, elements: int, wide: Sequence[int], least: int) -> Iterator[Tile]:
+    """Tiles to try, best guess first: nothing forced, Row forms, Column forms, one block."""
+    n = len(shape)
+    seen: set[Tile] = set()
+    whole_sets = [(), *(tuple(range(n - k, n)) for k in range(1, n)), *(tuple(range(k)) for k in range(1, n)),
+                  tuple(range(n))]
+    for whole in whole_sets:
+        tile = fill(shape, elements, whole, wide, least)
+        if tile not in seen:
+            seen.add(tile)
+            yield tile
