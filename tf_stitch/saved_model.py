@@ -123,9 +123,11 @@ def _check_goal(source: Path, goal: Path, overwrite: bool) -> None:
 
 def rewrite_model(model: Any, options: Options, progress: Progress | None = None) -> Report:
     """Rewrites every MetaGraph of a SavedModel proto in place."""
+    from . import runtime
     from .graph.rewriter import OP, rewrite
     from .graph.view import op_def
 
+    runtime.load()  # the rewritten graph names the op
     report = Report()
     for meta in model.meta_graphs:
         keep = tuple(dict.fromkeys((*options.keep, *_fetchable(meta))))
