@@ -178,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--systems", default="tensorflow,xla,stitched", metavar="LIST")
     bench.set_defaults(run=_bench)
 
-    doctor = commands.add_parser("doctor", parents=[output], help="say what was found on this machine and what is missing")
+    doctor = commands.add_parser("doctor", parents=[output], help="say what was found here and what is missing")
     doctor.set_defaults(run=_doctor)
     return parser
 
