@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..errors import Unschedulable
 from ..ir import dims as D
@@ -37,6 +38,9 @@ class Attempt:
         self.kept = set(storage.kept)
         self.by_dim = axes_of(primary.shape, tile)
         self.axes: list[Axis] = [a for a in self.by_dim if a is not None]
+        once = {number for o in outputs for number in self.own_box(o)[1]}
+        self.by_dim = [replace(a, least=1) if a is not None and a.number in once else a for a in self.by_dim]
+        self.axes = [a for a in self.by_dim if a is not None]
         self.blocks = D.product(a.count for a in self.axes)
         self.boxes = self._infer()
         self.reads_of: dict[tuple[Node, bool], list[tuple[Node, Labels | None]]] = {}
@@ -61,6 +65,7 @@ class Attempt:
     def _infer(self) -> dict[Node, Box]:
         boxes: dict[Node, Box] = {o: self.own_box(o)[0] for o in self.outputs}
         for n in reversed(self.nodes):
+            boxes[n] = rules.computed_box(n, boxes[n])
             for x, box in zip(n.inputs, rules.operand_boxes(n, boxes[n]), strict=True):
                 if x in self.members:
                     boxes[x] = rules.union(boxes[x], box, x.shape) if x in boxes else box

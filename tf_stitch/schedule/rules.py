@@ -294,6 +294,11 @@ def _same_box(node: Node, box: Box) -> list[Box]:
     return [box for _ in node.inputs]
 
 
+def computed_box(node: Node, box: Box) -> Box:
+    """The box that is computed when ``box`` is needed: a scan runs along its whole axis."""
+    return _scan_box(node, box)[0] if node.op == "scan" else box
+
+
 def _no_box(node: Node, box: Box) -> list[Box]:
     return []
 

@@ -41,11 +41,16 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Axis:
-    """One cut dim of the root: ``number`` names it, blocks along it own ``chunk`` elements each."""
+    """One cut dim of the root: ``number`` names it, blocks along it own ``chunk`` elements each.
+
+    There are at least ``least`` blocks: 1 where the first block also writes an output that lacks the dim, and
+    must do so when the dim is empty.
+    """
 
     number: int
     size: Dim
     chunk: int
+    least: int = 0
 
     @property
     def block(self) -> Expr:
@@ -55,7 +60,8 @@ class Axis:
     @property
     def count(self) -> Dim:
         """Blocks along this axis."""
-        return D.ceildiv(self.size, self.chunk)
+        count = D.ceildiv(self.size, self.chunk)
+        return D.dmax(count, self.least) if self.least else count
 
     @property
     def offset(self) -> Dim:
