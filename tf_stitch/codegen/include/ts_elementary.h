@@ -1,5 +1,5 @@
 // Elementary functions for the host, written so that g++ vectorises loops over them at every x86-64 level: no
-// branches, no tables, no library calls (the two exceptions are said where they are).
+// branches, no tables, no library calls.  The exceptions are in ts_scalar.h.
 //
 // Error bounds, in units of the last place of the result, over all arguments: float at most 2, double at most 4
 // (most are below 1.5; tests/math measures them).  NaN, infinities, signed zeros and denormals are those of C's
@@ -9,31 +9,6 @@
 // which the other float functions round.  The polynomials are minimax or Chebyshev fits made for this file.
 #ifndef TS_ELEMENTARY_H_
 #define TS_ELEMENTARY_H_
-
-// --- polynomials -------------------------------------------------------------------------------------
-
-// c0 + c1 w + c2 w^2 ...
-template <class T>
-TS_FN T ts_horner_(T, T c0) { return c0; }
-template <class T, class... C>
-TS_FN T ts_horner_(T w, T c0, C... c) { return ts_horner_(w, (T)c...) * w + c0; }
-
-// Every second coefficient, from the first or from the second one.
-template <class T> TS_FN T ts_evens_(T, T c0) { return c0; }
-template <class T> TS_FN T ts_evens_(T, T c0, T) { return c0; }
-template <class T, class... C>
-TS_FN T ts_evens_(T w, T c0, T, C... c) { return ts_evens_(w, (T)c...) * w + c0; }
-template <class T> TS_FN T ts_odds_(T, T, T c1) { return c1; }
-template <class T> TS_FN T ts_odds_(T, T, T c1, T) { return c1; }
-template <class T, class... C>
-TS_FN T ts_odds_(T w, T, T c1, C... c) { return ts_odds_(w, (T)c...) * w + c1; }
-
-// The polynomial in two independent halves: half the latency of Horner's rule.
-template <class T, class... C>
-TS_FN T ts_poly_(T x, C... c) {
-  T w = x * x;
-  return ts_odds_(w, (T)c...) * x + ts_evens_(w, (T)c...);
-}
 
 // --- float: exp, sigmoid -----------------------------------------------------------------------------
 
@@ -150,6 +125,64 @@ TS_FN float ts_log(float x) {
   r = x == 0.0f ? -ts_inf(0.0f) : r;
   r = x < 0.0f ? ts_nan(0.0f) : r;
   return x < ts_inf(0.0f) ? r : x;  // +Inf and NaN as they are
+}
+
+// --- float: sin, cos, tan ----------------------------------------------------------------------------
+
+// |x| / 2pi modulo 1, as a quadrant and the angle left in it: Payne and Hanek's reduction in double, right for
+// every float.  |x| = 2^(43g) b with b < 2^42; the four pieces are 2^(43g) / 2pi less a multiple of 2^24, in
+// 29-bit steps, so that the products with b's 24 bits are exact and whole turns drop out of them.
+struct ts_angle_ {
+  double r;  // in [-pi/4, pi/4]
+  ts_u32 quadrant;
+};
+TS_FN double ts_mod1_(double y) { return y - ts_rint(y); }
+TS_FN ts_angle_ ts_reduce_(float x) {
+  double a = (double)ts_abs(x);
+  bool g1 = a >= 0x1p42, g2 = a >= 0x1p85;
+  double b = a * (g2 ? 0x1p-86 : g1 ? 0x1p-43 : 1.0);
+  double y1 = ts_mod1_(b * (g2 ? 0x1.3f84eafp+23 : g1 ? 0x1.b72722p+18 : 0x1.4p-3));
+  double y2 = ts_mod1_(b * (g2 ? 0x1.47d4d37p-6 : g1 ? 0x1.529fc2p-11 : 0x1.7cc1b7p-9));
+  double y3 = ts_mod1_(b * (g2 ? 0x1.c0db628p-36 : g1 ? 0x1.d5f47d4p-37 : 0x1.391054ap-36));
+  double y4 = b * (g2 ? 0x1.5993c439041fep-64 : g1 ? 0x1.a6ee06db14acdp-66 : 0x1.fc2757d1f534ep-66);
+  double t = 4.0 * (y1 + y2 + y3) + 0x1.8p52;
+  double f = ((y1 - 0.25 * (t - 0x1.8p52)) + y2) + (y3 + y4);
+  return ts_angle_{f * 0x1.921fb54442d18p+2, (ts_u32)ts_bits(t)};
+}
+
+TS_FN float ts_sin_unit_(float r, float z) {
+  float p = (-0x1.9952fap-13f * z + 0x1.110776p-7f) * z - 0x1.555546p-3f;
+  return p * (z * r) + r;
+}
+TS_FN float ts_cos_unit_(float z) {
+  float p = (0x1.99e80cp-16f * z - 0x1.6c0c28p-10f) * z + 0x1.55554ap-5f;
+  return p * (z * z) + (1.0f - 0.5f * z);
+}
+TS_FN float ts_sin(float x) {
+  ts_angle_ angle = ts_reduce_(x);
+  float r = (float)angle.r, z = r * r;
+  float v = (angle.quadrant & 1) ? ts_cos_unit_(z) : ts_sin_unit_(r, z);
+  ts_u32 sign = (angle.quadrant & 2) << 30;
+  return ts_float_of(ts_bits(v) ^ sign ^ (ts_bits(x) & 0x80000000u));
+}
+TS_FN float ts_cos(float x) {
+  ts_angle_ angle = ts_reduce_(x);
+  float r = (float)angle.r, z = r * r;
+  float v = (angle.quadrant & 1) ? ts_sin_unit_(r, z) : ts_cos_unit_(z);
+  ts_u32 sign = ((angle.quadrant + 1) & 2) << 30;
+  return ts_float_of(ts_bits(v) ^ sign);
+}
+// The quotient in double, of polynomials good to 2^-35.
+TS_FN float ts_tan(float x) {
+  ts_angle_ angle = ts_reduce_(x);
+  double r = angle.r, z = r * r;
+  double s = ts_horner_(z, -0x1.555555545df18p-3, 0x1.11110deef0ae3p-7, -0x1.a013a740c35cep-13,
+                        0x1.6dbded5452c9bp-19) * (z * r) + r;
+  double c = ts_horner_(z, 0x1.5555555502c6dp-5, -0x1.6c16bf54be1f5p-10, 0x1.a015c4462d9e2p-16,
+                        -0x1.25243c2f39550p-22) * (z * z) + (1.0 - 0.5 * z);
+  bool odd = angle.quadrant & 1;
+  double v = (odd ? -c : s) / (odd ? s : c);
+  return ts_float_of(ts_bits((float)v) ^ (ts_bits(x) & 0x80000000u));
 }
 
 // --- double ------------------------------------------------------------------------------------------
@@ -422,10 +455,6 @@ TS_BY_DOUBLE_(ts_atan)
 TS_BY_DOUBLE_(ts_erfc)
 TS_FN float ts_atan2(float y, float x) { return (float)ts_atan2((double)y, (double)x); }
 
-TS_UNARY_LIBM_(ts_sin, sin)
-TS_UNARY_LIBM_(ts_cos, cos)
-TS_UNARY_LIBM_(ts_tan, tan)
-
 // x^y = 2^(y log2|x|), in double: that has the 8 bits more that y log2|x| needs.
 TS_FN float ts_pow(float x, float y) {
   double a = ts_abs((double)x), b = y;
@@ -440,7 +469,6 @@ TS_FN float ts_pow(float x, float y) {
   r = x == -1.0f && ts_abs(y) == ts_inf(0.0f) ? 1.0 : r;
   return (float)r;
 }
-// The library's (not vectorised).
-TS_FN double ts_pow(double x, double y) { return __builtin_pow(x, y); }
+#include "ts_scalar.h"
 
 #endif  // TS_ELEMENTARY_H_

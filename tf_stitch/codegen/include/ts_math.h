@@ -5,6 +5,7 @@
 #ifndef TS_MATH_H_
 #define TS_MATH_H_
 
+#include "ts_poly.h"
 #include "ts_types.h"
 
 #if defined(__CUDACC__)
@@ -83,8 +84,21 @@ TS_FN T ts_min(T a, T b) {
 template <class T>
 TS_FN T ts_div_no_nan(T a, T b) { return b == T(0) ? T(0) : a / b; }
 
-TS_BINARY_LIBM_(ts_fmod, fmod)
-TS_BINARY_LIBM_(ts_nextafter, nextafter)
+template <class T> struct ts_bits_of { typedef ts_u32 type; };
+template <> struct ts_bits_of<double> { typedef ts_u64 type; };
+
+// The next value after x in the direction of y.
+template <class T>
+TS_FN T ts_nextafter(T x, T y) {
+  typedef typename ts_bits_of<T>::type U;
+  U away = (x < y) == (x > T(0)) ? (U)1 : (U)-1;
+  U sign = ts_bits(y) >> (sizeof(T) * 8 - 1) << (sizeof(T) * 8 - 1);
+  // Tests of the bits see denormals also where the processor takes them for zero.
+  bool zero = (U)(ts_bits(x) << 1) == 0;
+  T r = ts_bitcast<T>(zero ? (U)(sign | 1) : (U)(ts_bits(x) + away));
+  r = x == y ? y : r;
+  return x != x || y != y ? ts_nan(T(0)) : r;
+}
 
 // --- integers ----------------------------------------------------------------------------------------
 
@@ -177,6 +191,7 @@ TS_CUDA_UNARY_(erf)
 TS_CUDA_UNARY_(erfc)
 TS_BINARY_LIBM_(ts_atan2, atan2)
 TS_BINARY_LIBM_(ts_pow, pow)
+TS_BINARY_LIBM_(ts_fmod, fmod)
 
 template <class T>
 TS_FN T ts_sigmoid(T x) {

@@ -1,4 +1,4 @@
-// Special functions: float is computed in double.  They loop and call libm, so they do not vectorise.
+// Special functions: float is computed in double.  They loop and branch, so they do not vectorise.
 //
 // Domain corners (poles, NaN, Inf) follow TensorFlow's CPU kernels.  Methods: DLMF (dlmf.nist.gov) chapters 5, 8,
 // 10, 25; Lentz's continued fractions; Halley's iteration for the inverses.
@@ -18,8 +18,44 @@ constexpr double TS_EPS = 0x1p-53;
 
 // --- lgamma, digamma ---------------------------------------------------------------------------------
 
-TS_FN double ts_lgamma(double x) { return TS_LIBM_(lgamma)(x); }
-TS_FN float ts_lgamma(float x) { return (float)TS_LIBM_(lgamma)((double)x); }
+// log|Gamma(x)|: a polynomial around 2, the recurrence down to it from x < 8 and up to it from below 1.5, Stirling's
+// series (DLMF 5.11.1) above; reflection (5.5.3) for negative x.
+TS_SPECIAL_FN double ts_lgamma_positive_(double x) {
+  if (x >= 8) {
+    if (x > 1e306) return x * (ts_log(x) - 1);
+    double r = 1 / x, w = r * r;
+    double series = r * ts_horner_(w, 1.0 / 12, -1.0 / 360, 1.0 / 1260, -1.0 / 1680, 1.0 / 1188, -691.0 / 360360,
+                                   1.0 / 156, -3617.0 / 122400);
+    return (x - 0.5) * (ts_log(x) - 1) + (0.41893853320467274178 + series);
+  }
+  double product = 1, below = 0;
+  for (; x > 2.5; x -= 1) product *= x - 1;
+  if (x < 0.5) {
+    below = ts_log(x * (x + 1));
+    x += 2;
+  } else if (x < 1.5) {
+    below = ts_log1p(x - 1);
+    x += 1;
+  }
+  double d = x - 2;
+  double p = ts_poly_(d, 0x1.b0ee6072093cep-2, 0x1.4a34cc4a60fa6p-2, -0x1.13e001a55760ap-4, 0x1.51322ac7d848ap-6,
+                      -0x1.e404fc218dbaep-8, 0x1.7add6eadb5317p-9, -0x1.38ac5c2d48207p-10, 0x1.0b36af8779ca0p-11,
+                      -0x1.d3fd4b679c1c4p-13, 0x1.a127afee53e7dp-14, -0x1.78de9ab752b81p-15, 0x1.580e0afa55850p-16,
+                      -0x1.3cb3be36ad88bp-17, 0x1.258f3057730fap-18, -0x1.1276ebd557fb0p-19, 0x1.012012be3900ap-20,
+                      -0x1.ce17528bcf460p-22, 0x1.b40adb09a1e12p-23, -0x1.2009c1a550d0dp-23, 0x1.11fa5e7c86f7bp-24);
+  return d * p - below + (product == 1 ? 0.0 : ts_log(product));
+}
+TS_SPECIAL_FN double ts_lgamma(double x) {
+  if (x != x) return x;
+  double inf = ts_inf(0.0);
+  if (ts_abs(x) == inf) return inf;
+  if (x > 0) return x < 1e-300 ? -ts_log(x) : ts_lgamma_positive_(x);
+  double part = x - ts_rint(x);
+  if (part == 0) return inf;
+  if (x > -1e-20) return -ts_log(-x);
+  return ts_log(TS_PI / ts_abs(x * ts_sin(TS_PI * part))) - ts_lgamma_positive_(-x);
+}
+TS_FN float ts_lgamma(float x) { return (float)ts_lgamma((double)x); }
 
 // Upward recurrence to x >= 10, then the asymptotic series (DLMF 5.11.2); reflection (5.5.4) for x < 0.
 TS_SPECIAL_FN double ts_digamma(double x) {
@@ -27,16 +63,16 @@ TS_SPECIAL_FN double ts_digamma(double x) {
   if (x == ts_inf(0.0)) return x;
   double shift = 0;
   if (x < 0) {
-    double whole = TS_LIBM_(rint)(x);
+    double whole = ts_rint(x);
     if (whole == x) return ts_nan(0.0);
-    shift = -TS_PI / TS_LIBM_(tan)(TS_PI * (x - whole));
+    shift = -TS_PI / ts_tan(TS_PI * (x - whole));
     x = 1 - x;
   }
   for (; x < 10; x += 1) shift -= 1 / x;
   double r = 1 / x, w = r * r;
   double series = w * (1.0 / 12 - w * (1.0 / 120 - w * (1.0 / 252 - w * (1.0 / 240 - w * (1.0 / 132 -
                   w * (691.0 / 32760 - w * (1.0 / 12)))))));
-  return TS_LIBM_(log)(x) - 0.5 * r - series + shift;
+  return ts_log(x) - 0.5 * r - series + shift;
 }
 TS_FN float ts_digamma(float x) { return (float)ts_digamma((double)x); }
 
@@ -47,7 +83,7 @@ TS_SPECIAL_FN double ts_erfinv_centre_(double y) {
   double w = y * y * (TS_PI / 4);
   double z = y * 0.88622692545275801365 * (1 + w * (1.0 / 3 + w * (7.0 / 30 + w * (127.0 / 630))));
   for (int i = 0; i < 3; ++i) {
-    double u = (TS_LIBM_(erf)(z) - y) * 0.88622692545275801365 * TS_LIBM_(exp)(z * z);
+    double u = (ts_erf(z) - y) * 0.88622692545275801365 * ts_exp(z * z);
     z -= u / (1 + z * u);
   }
   return z;
@@ -55,11 +91,11 @@ TS_SPECIAL_FN double ts_erfinv_centre_(double y) {
 
 // z with erfc(z) = q, 0 < q <= 0.5: Halley's iteration from Abramowitz and Stegun 26.2.23.
 TS_SPECIAL_FN double ts_erfcinv_tail_(double q) {
-  double t = TS_LIBM_(sqrt)(-2 * TS_LIBM_(log)(0.5 * q));
+  double t = ts_sqrt(-2 * ts_log(0.5 * q));
   double z = (t - (2.515517 + t * (0.802853 + t * 0.010328)) /
                   (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)))) * 0.70710678118654752440;
   for (int i = 0; i < 3; ++i) {
-    double u = (TS_LIBM_(erfc)(z) - q) * -0.88622692545275801365 / TS_LIBM_(exp)(-z * z);
+    double u = (ts_erfc(z) - q) * -0.88622692545275801365 / ts_exp(-z * z);
     z -= u / (1 + z * u);
   }
   return z;
@@ -92,14 +128,14 @@ TS_FN float ts_ndtri(float p) { return (float)ts_ndtri((double)p); }
 // x^a e^-x / Gamma(a).
 TS_SPECIAL_FN double ts_igamma_prefix_(double a, double x) {
   if (a < 20 || ts_abs(x - a) > 0.4 * a)
-    return TS_LIBM_(exp)(a * TS_LIBM_(log)(x) - x - TS_LIBM_(lgamma)(a));
+    return ts_exp(a * ts_log(x) - x - ts_lgamma(a));
   // Near x = a: Gamma(a) by Stirling's series, a (log(1 + m) - m) with m = x / a - 1 by its own series, so
   // that nothing large cancels.
   double m = (x - a) / a, term = m * m, sum = 0;
   for (int k = 2; k < 80; ++k, term *= -m) sum -= term / k;
   double w = 1 / (a * a);
   double stirling = (1.0 / 12 - w * (1.0 / 360 - w * (1.0 / 1260 - w * (1.0 / 1680 - w / 1188)))) / a;
-  return TS_LIBM_(exp)(a * sum - stirling) * TS_LIBM_(sqrt)(a / (2 * TS_PI));
+  return ts_exp(a * sum - stirling) * ts_sqrt(a / (2 * TS_PI));
 }
 
 // P(a, x) by its power series (DLMF 8.7.1), best for x < a + 1.
@@ -153,17 +189,17 @@ TS_SPECIAL_FN double ts_zeta(double x, double q) {
   if (x == 1) return ts_inf(0.0);
   if (x < 1) return ts_nan(0.0);
   if (q <= 0) {
-    if (q == TS_LIBM_(floor)(q))
-      return x == TS_LIBM_(floor)(x) && TS_LIBM_(fmod)(x, 2.0) == 0 ? ts_inf(0.0) : ts_nan(0.0);
-    if (x != TS_LIBM_(floor)(x)) return ts_nan(0.0);
+    if (q == ts_floor(q))
+      return x == ts_floor(x) && ts_fmod(x, 2.0) == 0 ? ts_inf(0.0) : ts_nan(0.0);
+    if (x != ts_floor(x)) return ts_nan(0.0);
   }
   double sum = 0;
   for (int k = 0; k < 10 || q < 10; ++k, q += 1) {
-    double term = TS_LIBM_(pow)(q, -x);
+    double term = ts_pow(q, -x);
     sum += term;
     if (q > 0 && term <= sum * TS_EPS * 0.5) return sum;
   }
-  double f = TS_LIBM_(pow)(q, -x);
+  double f = ts_pow(q, -x);
   sum += q * f / (x - 1) + 0.5 * f;
   // B_2k / (2k)!
   const double c[] = {1.0 / 12,           -1.0 / 720,         1.0 / 30240,       -1.0 / 1209600,
@@ -182,11 +218,16 @@ TS_SPECIAL_FN double ts_zeta(double x, double q) {
 }
 TS_FN float ts_zeta(float x, float q) { return (float)ts_zeta((double)x, (double)q); }
 
+TS_SPECIAL_FN double ts_factorial_(double n) {
+  double r = 1;
+  for (double k = n > 171 ? 171 : n; k > 1; k -= 1) r *= k;
+  return r;
+}
 TS_SPECIAL_FN double ts_polygamma(double n, double x) {
-  if (!(n >= 0) || n != TS_LIBM_(floor)(n)) return ts_nan(0.0);
+  if (!(n >= 0) || n != ts_floor(n)) return ts_nan(0.0);
   if (n == 0) return ts_digamma(x);
-  double sign = TS_LIBM_(fmod)(n, 2.0) == 0 ? -1 : 1;
-  return sign * TS_LIBM_(tgamma)(n + 1) * ts_zeta(n + 1, x);
+  double sign = ts_fmod(n, 2.0) == 0 ? -1 : 1;
+  return sign * ts_factorial_(n) * ts_zeta(n + 1, x);
 }
 TS_FN float ts_polygamma(float n, float x) { return (float)ts_polygamma((double)n, (double)x); }
 
@@ -213,9 +254,9 @@ TS_SPECIAL_FN double ts_betainc_fraction_(double a, double b, double x) {
     h *= step;
     if (ts_abs(step - 1) <= 2 * TS_EPS) break;
   }
-  double log_prefix = a * TS_LIBM_(log)(x) + b * TS_LIBM_(log1p)(-x) + TS_LIBM_(lgamma)(a + b) -
-                      TS_LIBM_(lgamma)(a) - TS_LIBM_(lgamma)(b);
-  return h * TS_LIBM_(exp)(log_prefix) / a;
+  double log_prefix = a * ts_log(x) + b * ts_log1p(-x) + ts_lgamma(a + b) -
+                      ts_lgamma(a) - ts_lgamma(b);
+  return h * ts_exp(log_prefix) / a;
 }
 
 TS_SPECIAL_FN double ts_betainc(double a, double b, double x) {
@@ -237,7 +278,7 @@ TS_SPECIAL_FN double ts_bessel_ie_(double n, double x) {
   if (a <= 30) {
     double w = a * a * 0.25, term = n == 0 ? 1 : a * 0.5, sum = term;
     for (int k = 1; k < 200 && term > sum * (TS_EPS * 0.25); ++k) sum += term *= w / (k * (k + n));
-    r = sum * TS_LIBM_(exp)(-a);
+    r = sum * ts_exp(-a);
   } else {
     double term = 1, sum = 1, before = 2;
     for (int k = 1; k < 60 && ts_abs(term) > TS_EPS * 0.25 && ts_abs(term) < before; ++k) {
@@ -245,7 +286,7 @@ TS_SPECIAL_FN double ts_bessel_ie_(double n, double x) {
       double odd = 2 * k - 1;
       sum += term *= (odd * odd - 4 * n * n) / (8 * k * a);
     }
-    r = sum / TS_LIBM_(sqrt)(2 * TS_PI * a);
+    r = sum / ts_sqrt(2 * TS_PI * a);
   }
   return x < 0 && n != 0 ? -r : r;
 }
