@@ -1,12 +1,13 @@
 """Static shapes and small constants of a GraphView, by TensorFlow's own shape inference.
 
-The graph is copied into a form that always imports: nodes get plain names, arguments and ops that this
-TensorFlow does not know become placeholders, big constants become placeholders of their shape, private
-attrs are dropped.  When the import fails all the same, only what attrs say is known.
+The graph is copied into a form that always imports: nodes get plain names, arguments, function calls and ops
+that this TensorFlow does not know become placeholders, big constants become placeholders of their shape,
+private attrs are dropped, and loops are cut at their Merge nodes.  Shapes around loops and calls are found by
+importing again until nothing changes.  When an import fails all the same, only what attrs say is known.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,19 +15,28 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2, tensor_pb2
 
-from .view import ARG_OPS, PASS_THROUGH, GraphView, NodeView, Ref, StaticShape, op_def, shape_tuple
+from .view import ARG_OPS, LOOP_BACK, PASS_THROUGH, FuncRef, GraphView, NodeView, Ref, StaticShape, op_def, shape_tuple
 
 SMALL = 1024  # elements: a constant up to this size is kept as a value
-_MAX_PASSES = 3
+_MAX_PASSES = 12
+_ALIASES = frozenset({"Enter", "RefEnter", "Exit", "RefExit", "NextIteration", "RefNextIteration", "LoopCond"})
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_BRANCHES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
+             "Case": ("branches",), "StatelessCase": ("branches",)}
+_WHILES = frozenset({"While", "StatelessWhile"})
+
+Shapes = dict[Ref, StaticShape]
+Arguments = tuple[tuple[StaticShape, StaticShape], ...]  # of a call: (shape, shape of the variable behind a resource)
 
 
 @dataclass
 class Inferred:
-    """What shape inference found: ``shapes`` may rest on ``assumed``, ``proven`` does not."""
+    """What shape inference found: ``shapes`` may rest on ``assumed`` values and on what callers said, ``proven``
+    holds in every run."""
 
     view: GraphView
-    shapes: dict[Ref, StaticShape] = field(default_factory=dict)
-    proven: dict[Ref, StaticShape] = field(default_factory=dict)
+    shapes: Shapes = field(default_factory=dict)
+    proven: Shapes = field(default_factory=dict)
     assumed: dict[Ref, np.ndarray] = field(default_factory=dict)
     tensors: dict[Ref, tf.Tensor] = field(default_factory=dict)
     _constants: dict[Ref, np.ndarray | None] = field(default_factory=dict)
@@ -45,7 +55,7 @@ class Inferred:
         if node is None:
             return None
         if node.op == "Const":
-            return node.attr("value") if const_size(node) <= SMALL else None
+            return np.asarray(node.attr("value")) if const_size(node) <= SMALL else None
         return self._folded((name, port))
 
     def _folded(self, ref: Ref) -> np.ndarray | None:
@@ -56,9 +66,10 @@ class Inferred:
         if not (tensor.dtype.is_integer or tensor.dtype.is_bool):
             return None
         try:
-            return tf.get_static_value(tensor)
+            value = tf.get_static_value(tensor)
         except (ValueError, TypeError, tf.errors.OpError):
             return None
+        return None if value is None else np.asarray(value)
 
 
 def const_size(node: NodeView) -> int:
@@ -80,67 +91,94 @@ def is_splat(proto: tensor_pb2.TensorProto) -> bool:
 def infer(view: GraphView) -> Inferred:
     """Shapes of every value of the view."""
     result = Inferred(view)
-    result.shapes = _from_attrs(view)
-    for n in range(_MAX_PASSES):
-        tensors = _import(view, result.assumed)
-        if tensors is None:
-            break
-        found = {ref: _shape_of(t) for ref, t in tensors.items()}
-        result.shapes = {ref: _merge(found.get(ref), result.shapes.get(ref)) for ref in {**found, **result.shapes}}
-        if n == 0:
-            result.proven, result.tensors = dict(result.shapes), tensors
+    result.proven, result.tensors = _settle(view, assume=False, constants={})
+    result.shapes = result.proven
+    if view.arg_shapes or view.handle_shapes:
+        result.shapes, _ = _settle(view, assume=True, constants={})
+    for _ in range(_MAX_PASSES):  # sums over decided axes give the next gradient's shape
         if not _assume_gradient_args(result):
             break
-    result.proven = result.proven or dict(result.shapes)
+        result.shapes, _ = _settle(view, assume=True, constants=result.assumed)
     return result
+
+
+def _settle(view: GraphView, assume: bool, constants: Mapping[Ref, np.ndarray]) -> tuple[Shapes, dict[Ref, tf.Tensor]]:
+    """Imports until the shapes around loops and calls no longer change."""
+    declared = _from_attrs(view, assume)
+    tensors: dict[Ref, tf.Tensor] = {}
+    fixed: Shapes = {}
+    for n in range(_MAX_PASSES + 1):
+        if n == _MAX_PASSES:  # no end in sight: loops stay unknown
+            fixed = {ref: s for ref, s in fixed.items() if view.nodes[ref[0]].op != "Merge"}
+        tensors = _import(view, declared, fixed, constants) or {}
+        shapes = {**declared, **{ref: merge(_shape_of(t), declared.get(ref)) for ref, t in tensors.items()}}
+        if n == _MAX_PASSES or not tensors:
+            return shapes, tensors
+        if not _update_loops(view, shapes, fixed) | _update_calls(view, shapes, fixed, assume):
+            return shapes, tensors
+    raise AssertionError("the loop returns in its last pass")
 
 
 def _shape_of(t: tf.Tensor) -> StaticShape:
     return None if t.shape.rank is None else tuple(t.shape.as_list())
 
 
-def _merge(a: StaticShape, b: StaticShape) -> StaticShape:
-    """Both are true; the first wins where they contradict."""
+def merge(a: StaticShape, b: StaticShape) -> StaticShape:
+    """What two true statements say together; the first wins where they contradict."""
     if a is None or b is None:
         return b if a is None else a
     return tuple(x if x is not None else y for x, y in zip(a, b, strict=True)) if len(a) == len(b) else a
 
 
+def relax(*shapes: StaticShape) -> StaticShape:
+    """What all shapes have in common."""
+    if any(s is None or len(s) != len(shapes[0] or ()) for s in shapes):
+        return None
+    return tuple(dims[0] if len(set(dims)) == 1 else None for dims in zip(*shapes, strict=True))
+
+
 # --- what attrs say ----------------------------------------------------------------------------------
 
-def _from_attrs(view: GraphView) -> dict[Ref, StaticShape]:
-    out: dict[Ref, StaticShape] = {}
+def _from_attrs(view: GraphView, assume: bool) -> Shapes:
+    out: Shapes = {}
     for n in view:
-        for port, shape in enumerate(declared_shapes(view, n)):
+        for port, shape in enumerate(_declared(view, n, assume)):
             if shape is not None:
                 out[n.name, port] = shape
     return out
 
 
-def declared_shapes(view: GraphView, node: NodeView) -> list[StaticShape]:
-    """Shapes that the node's own attrs (or the caller's knowledge of an argument) give, by port."""
+def _declared(view: GraphView, node: NodeView, assume: bool) -> list[StaticShape]:
+    """Shapes that the node's own attrs (or, with ``assume``, the function's callers) give, by port."""
     if node.op == "Const":
         proto = node.attr_proto("value")
         return [shape_tuple(proto.tensor.tensor_shape)] if proto is not None else []
-    listed = node.attr("_output_shapes")
-    shapes: list[StaticShape] = list(listed) if isinstance(listed, list) else []
+    shapes = _listed(node, "_output_shapes") or _listed(node, "output_shapes")
+    first = shapes[0] if shapes else None
     if node.op in ARG_OPS:
-        return [_merge(_argument(view, node, view.arg_shapes), shapes[0] if shapes else None)]
+        return [merge(_argument(view, node, view.arg_shapes) if assume else None, first)]
     if node.op in ("Placeholder", "PlaceholderWithDefault") and node.attr_proto("shape") is not None:
-        return [_merge(shape_tuple(node.attr_proto("shape").shape), shapes[0] if shapes else None)]
+        return [merge(shape_tuple(node.attr_proto("shape").shape), first)]
     if node.op == "ReadVariableOp" and node.inputs:
-        return [_merge(variable_shape(view, node.inputs[0]), shapes[0] if shapes else None)]
+        return [merge(variable_shape(view, node.inputs[0], assume), first)]
     return shapes
+
+
+def _listed(node: NodeView, attr: str) -> list[StaticShape]:
+    value = node.attr(attr)
+    return list(value) if isinstance(value, list) and all(s is None or isinstance(s, tuple) for s in value) else []
 
 
 def _argument(view: GraphView, node: NodeView, known: Mapping[int, StaticShape]) -> StaticShape:
     return known.get(view.args.index(node.name)) if node.name in view.args else None
 
 
-def variable_shape(view: GraphView, handle: Ref) -> StaticShape:
-    """Shape of the variable behind a resource handle, through Identity and Enter; None when not known."""
+def variable_shape(view: GraphView, handle: Ref, assume: bool = True) -> StaticShape:
+    """Shape of the variable behind a resource handle, through Identity, Enter and loops; None when not known."""
     node = view.nodes.get(handle[0])
-    while node is not None and node.op in (*PASS_THROUGH, "Enter") and node.inputs:
+    for _ in range(len(view)):
+        if node is None or not node.inputs or node.op not in (*PASS_THROUGH, "Enter", "Merge", "Switch"):
+            break
         node = view.nodes.get(node.inputs[0][0])
     if node is None:
         return None
@@ -148,17 +186,18 @@ def variable_shape(view: GraphView, handle: Ref) -> StaticShape:
         proto = node.attr_proto("shape")
         return shape_tuple(proto.shape) if proto is not None else None
     if node.op in ARG_OPS:
-        listed = node.attr("_handle_shapes")
-        own = listed[0] if isinstance(listed, list) and len(listed) == 1 else None
-        return _merge(_argument(view, node, view.handle_shapes), own)
+        listed = _listed(node, "_handle_shapes")
+        known = _argument(view, node, view.handle_shapes) if assume else None
+        return merge(known, listed[0] if len(listed) == 1 else None)
     return None
 
 
 # --- the import --------------------------------------------------------------------------------------
 
-def _import(view: GraphView, constants: Mapping[Ref, np.ndarray]) -> dict[Ref, tf.Tensor] | None:
+def _import(view: GraphView, declared: Shapes, fixed: Shapes,
+            constants: Mapping[Ref, np.ndarray]) -> dict[Ref, tf.Tensor] | None:
     """Tensors of a tf.Graph that mirrors the view; None when TensorFlow refuses the graph."""
-    copy, places = _copy(view, constants)
+    copy, places = _copy(view, declared, fixed, constants)
     graph = tf.Graph()
     try:
         with graph.as_default():
@@ -173,68 +212,165 @@ def _import(view: GraphView, constants: Mapping[Ref, np.ndarray]) -> dict[Ref, t
     return out
 
 
-def _copy(view: GraphView, constants: Mapping[Ref, np.ndarray]) -> tuple[graph_pb2.GraphDef, dict[Ref, Ref]]:
+def _copy(view: GraphView, declared: Shapes, fixed: Shapes,
+          constants: Mapping[Ref, np.ndarray]) -> tuple[graph_pb2.GraphDef, dict[Ref, Ref]]:
     """The importable copy, and where each ref of the view lives in it."""
     copy = graph_pb2.GraphDef()
     copy.versions.producer = tf.version.GRAPH_DEF_VERSION
     if not view.is_function and view.source.versions.producer:
         copy.versions.CopyFrom(view.source.versions)
     places: dict[Ref, Ref] = {}
-    kept: list[tuple[NodeView, node_def_pb2.NodeDef]] = []
     for i, n in enumerate(view):
-        stand_in = _stands_in(n)
+        stand_in = _stands_in(view, n)
         for port in range(view.num_outputs(n.name)):
             ref = (n.name, port)
-            if stand_in or ref in constants:
+            if ref in constants or stand_in:
                 places[ref] = (f"n{i}_{port}", 0)
-                copy.node.append(_source_node(view, ref, places[ref][0], constants.get(ref)))
+                copy.node.append(_constant_node(places[ref][0], constants[ref]) if ref in constants else
+                                 _placeholder(view, ref, places[ref][0], merge(fixed.get(ref), declared.get(ref))))
             else:
                 places[ref] = (f"n{i}", port)
-        if not stand_in and all(src in view.nodes for src, _ in n.inputs):
-            kept.append((n, _node_copy(n, f"n{i}")))
-    for n, proto in kept:  # last, because inputs of loop back edges name nodes that come later
-        proto.input.extend(_graph_text(places[ref]) for ref in n.inputs)
-        copy.node.append(proto)
+        if not stand_in:
+            proto = _node_copy(n, f"n{i}")
+            proto.input.extend(f"{places[ref][0]}:{places[ref][1]}" for ref in n.inputs)
+            copy.node.append(proto)
     return copy, places
 
 
-def _graph_text(ref: Ref) -> str:
-    return f"{ref[0]}:{ref[1]}"
-
-
-def _stands_in(n: NodeView) -> bool:
-    """Nodes whose outputs are replaced by placeholders: their shapes come from attrs alone."""
-    if n.op in ARG_OPS or n.proto is None:
+def _stands_in(view: GraphView, n: NodeView) -> bool:
+    """Nodes whose outputs are replaced by placeholders: their shapes are found in other ways."""
+    if n.op in ARG_OPS or n.proto is None or n.op == "ReadVariableOp" or is_loop_merge(view, n):
         return True
     if n.op == "Const":
         return const_size(n) > SMALL
-    if n.op == "ReadVariableOp":
+    if op_def(n.op) is None or any(src not in view.nodes for src, _ in n.inputs):
         return True
-    return op_def(n.op) is None or any(a.WhichOneof("value") == "func" or a.list.func for a in n.proto.attr.values())
+    return any(a.WhichOneof("value") == "func" or a.list.func for a in n.proto.attr.values())
 
 
-def _source_node(view: GraphView, ref: Ref, name: str, value: np.ndarray | None) -> node_def_pb2.NodeDef:
-    out = node_def_pb2.NodeDef(name=name)
-    if value is not None:
-        out.op = "Const"
-        out.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
-        out.attr["dtype"].type = out.attr["value"].tensor.dtype
-        return out
+def is_loop_merge(view: GraphView, n: NodeView) -> bool:
+    """True for the Merge at a loop's head."""
+    return n.op in ("Merge", "RefMerge") and any(_is_back(view, ref) for ref in n.inputs)
+
+
+def _is_back(view: GraphView, ref: Ref) -> bool:
+    return ref[0] in view.nodes and view.nodes[ref[0]].op in LOOP_BACK
+
+
+def _constant_node(name: str, value: np.ndarray) -> node_def_pb2.NodeDef:
+    out = node_def_pb2.NodeDef(name=name, op="Const")
+    out.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+    out.attr["dtype"].type = out.attr["value"].tensor.dtype
+    return out
+
+
+def _placeholder(view: GraphView, ref: Ref, name: str, shape: StaticShape) -> node_def_pb2.NodeDef:
+    out = node_def_pb2.NodeDef(name=name, op="Placeholder")
     dtype = view.dtype(ref).removesuffix("_ref")
-    out.op = "Placeholder"
     out.attr["dtype"].type = tf.as_dtype("float32" if dtype == "invalid" else dtype).as_datatype_enum
-    shapes = declared_shapes(view, view.nodes[ref[0]])
-    out.attr["shape"].shape.CopyFrom(tf.TensorShape(shapes[ref[1]] if ref[1] < len(shapes) else None).as_proto())
+    out.attr["shape"].shape.CopyFrom(tf.TensorShape(shape).as_proto())
     return out
 
 
 def _node_copy(n: NodeView, name: str) -> node_def_pb2.NodeDef:
+    if n.op in _ALIASES:  # TensorFlow forgets shapes at loop borders
+        out = node_def_pb2.NodeDef(name=name, op="Identity")
+        out.attr["T"].type = tf.as_dtype("bool").as_datatype_enum if n.op == "LoopCond" else n.attr_proto("T").type
+        return out
     out = node_def_pb2.NodeDef(name=name, op=n.op)
     known = {a.name for a in op_def(n.op).attr}
     for key, value in n.proto.attr.items():
         if key in known:
             out.attr[key].CopyFrom(value)
     return out
+
+
+# --- loops and calls ---------------------------------------------------------------------------------
+
+def _update_loops(view: GraphView, shapes: Shapes, fixed: Shapes) -> bool:
+    """A loop variable has at first its initial shape; what an iteration contradicts is forgotten."""
+    changed = False
+    for n in view:
+        if not is_loop_merge(view, n):
+            continue
+        ref = (n.name, 0)
+        entry = [shapes.get(r) for r in n.inputs if not _is_back(view, r)]
+        if ref not in fixed:
+            new = relax(*entry) if entry else None
+            if new is None:
+                continue
+        else:
+            new = relax(fixed[ref], *(shapes.get(r) for r in n.inputs))
+        if ref not in fixed or fixed[ref] != new:
+            fixed[ref], changed = new, True
+        fixed.setdefault((n.name, 1), ())
+    return changed
+
+
+def _update_calls(view: GraphView, shapes: Shapes, fixed: Shapes, assume: bool) -> bool:
+    changed = False
+    for n in view:
+        made = _call_shapes(view, n, shapes, assume) if n.proto is not None else None
+        for port, shape in enumerate(made or ()):
+            if shape is not None and fixed.get((n.name, port)) != shape:
+                fixed[n.name, port], changed = shape, True
+    return changed
+
+
+def _call_shapes(view: GraphView, n: NodeView, shapes: Shapes, assume: bool) -> list[StaticShape] | None:
+    """Shapes that a call returns, from its functions' bodies."""
+    def args(refs: Iterable[Ref]) -> Arguments:
+        return tuple((shapes.get(r), variable_shape(view, r, assume) if view.dtype(r) == "resource" else None)
+                     for r in refs)
+
+    if n.op in view.library:
+        return _returned(view, n.op, args(n.inputs))
+    if n.op in _CALLS:
+        return _returned(view, _function(n, "f"), args(n.inputs))
+    if n.op in _BRANCHES:
+        bodies = [b for attr in _BRANCHES[n.op] for b in _as_list(n.attr(attr))]
+        made = [_returned(view, b.name, args(n.inputs[1:])) for b in bodies]
+        return [relax(*port) for port in zip(*made, strict=False)] if all(made) else None
+    if n.op in _WHILES:
+        return _while_shapes(view, n, args(n.inputs))
+    return None
+
+
+def _as_list(value: Any) -> list[FuncRef]:
+    return value if isinstance(value, list) else [value] if isinstance(value, FuncRef) else []
+
+
+def _function(n: NodeView, attr: str) -> str:
+    value = n.attr(attr)
+    return value.name if isinstance(value, FuncRef) else ""
+
+
+def _while_shapes(view: GraphView, n: NodeView, state: Arguments):
+    for _ in range(_MAX_PASSES):
+        made = _returned(view, _function(n, "body"), state)
+        if made is None or len(made) != len(state):
+            return None
+        new = tuple((relax(old, out), handle) for (old, handle), out in zip(state, made, strict=True))
+        if new == state:
+            return [shape for shape, _ in state]
+        state = new
+    return None
+
+
+def _returned(view: GraphView, name: str, args: Arguments) -> list[StaticShape] | None:
+    """Shapes that a library function returns for arguments of the given (shape, variable's shape)."""
+    body = view.library.get(name)
+    key = (name, args)
+    if body is None or view.calls.get(key, ()) is None:  # None: being worked out further up, the function calls itself
+        return None
+    if key not in view.calls:
+        view.calls[key] = None
+        shapes = {i: s for i, (s, _) in enumerate(args) if s is not None}
+        handles = {i: h for i, (_, h) in enumerate(args) if h is not None}
+        inner = GraphView(body, view.library.values(), shapes, handles, view.calls)
+        found = _settle(inner, assume=True, constants={})[0]
+        view.calls[key] = [found.get(r) for r in inner.rets]
+    return view.calls[key]
 
 
 # --- gradients of broadcasts -------------------------------------------------------------------------

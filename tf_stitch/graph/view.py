@@ -165,6 +165,7 @@ class GraphView:
       library: functions that nodes may call: a FunctionDefLibrary or FunctionDefs; for a GraphDef its own library.
       arg_shapes: shapes of a FunctionDef's arguments by index, where the caller knows more than the body says.
       handle_shapes: likewise the shapes of the variables behind resource arguments.
+      calls: a cache that views of one library may share.
 
     Attributes:
       nodes: name -> NodeView, in topological order (edges out of NextIteration do not count).
@@ -174,13 +175,15 @@ class GraphView:
     def __init__(self, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
                  library: function_pb2.FunctionDefLibrary | Iterable[function_pb2.FunctionDef] | None = None,
                  arg_shapes: Mapping[int, StaticShape] | None = None,
-                 handle_shapes: Mapping[int, StaticShape] | None = None):
+                 handle_shapes: Mapping[int, StaticShape] | None = None,
+                 calls: dict[Any, list[StaticShape] | None] | None = None):
         self.source = source
         self.is_function = isinstance(source, function_pb2.FunctionDef)
         functions = source.library.function if library is None and not self.is_function else library
         self.library = {f.signature.name: f for f in getattr(functions, "function", functions) or ()}
         self.arg_shapes = dict(arg_shapes or {})
         self.handle_shapes = dict(handle_shapes or {})
+        self.calls = calls if calls is not None else {}  # results of functions called, shared by views of one library
         self.control_rets: tuple[str, ...] = ()
         unordered = self._read_function() if self.is_function else self._read_graph()
         self.nodes: dict[str, NodeView] = {n.name: n for n in _topological(unordered)}

@@ -1,5 +1,5 @@
 """Lowerings of TensorFlow ops to IR, one function per op, grouped by kind."""
-from . import array, gradients, math, nn, reduction, shape  # noqa: F401  (they fill the tables)
+from . import array, einsum, fused, gradients, math, nn, reduction, shape  # noqa: F401  (they fill the tables)
 from .registry import (
     INEXACT,
     REGISTRY,

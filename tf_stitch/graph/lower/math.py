@@ -67,9 +67,9 @@ def reciprocal(c: Context, x: Node) -> Node:
     return c.b.ew("div", one(c, x), x)
 
 
-@lower("Round", kinds=NUM)
+@lower("Round", kinds=FLOAT)  # of integers TensorFlow's kernel makes 0: left to it
 def round_(c: Context, x: Node) -> Node:
-    return c.b.ew("rint", x) if c.is_float(x) else x  # half to even; integers are round already
+    return c.b.ew("rint", x)  # half to even
 
 
 @lower("Div", kinds=NUM)

@@ -137,7 +137,7 @@ def fused_batch_norm(c: Context, x: Node, scale: Node, offset: Node, mean: Node,
     factor = c.b.ew("mul", c.b.ew("rsqrt", c.b.ew("add", used_variance, epsilon)), scale)
     y = c.b.ew("add", c.b.ew("mul", centred, c.channel(factor, x.rank, axis)), c.channel(offset, x.rank, axis))
     return [c.like(y, x.dtype), *results, used_mean, used_variance,
-            *(_unused(c, 1, c.out_dtype(5)) if c.node.op == "FusedBatchNormV3" else [])]
+            *(_unused(c, 1, c.out_dtype(5)) if c.view.num_outputs(c.node.name) == 6 else [])]
 
 
 def _moving(c: Context, x: Node, rest: list[int], batch: tuple[Node, Node], old: tuple[Node, Node]) -> list[Node]:
