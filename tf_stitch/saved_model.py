@@ -131,7 +131,7 @@ def rewrite_model(model: Any, options: Options, progress: Progress | None = None
     report = Report()
     for meta in model.meta_graphs:
         keep = tuple(dict.fromkeys((*options.keep, *_fetchable(meta))))
-        graph, part = rewrite(meta.graph_def, replace(options, keep=keep), progress=progress)
+        graph, part = rewrite(meta.graph_def, replace(options, keep=keep), keep_in=_captured(meta), progress=progress)
         report.extend(part)
         meta.graph_def.CopyFrom(graph)
         ops = meta.meta_info_def.stripped_op_list
@@ -154,6 +154,15 @@ def _fetchable(meta: Any) -> Iterator[str]:
     for collection in meta.collection_def.values():
         yield from (n.split(":")[0] for n in collection.node_list.value)
     yield from (a.tensor_info.name.split(":")[0] for a in meta.asset_file_def)
+
+
+def _captured(meta: Any) -> dict[str, set[str]]:
+    """Nodes of functions that other functions capture a tensor of: loading looks for them by name."""
+    nodes = (n.captured_tensor for n in meta.object_graph_def.nodes if n.WhichOneof("kind") == "captured_tensor")
+    found: dict[str, set[str]] = {}
+    for tensor in nodes:
+        found.setdefault(tensor.concrete_function, set()).add(tensor.name.split(":")[0])
+    return found
 
 
 # --- writing -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import tensorflow as tf
@@ -35,7 +35,8 @@ MAX_ROUNDS = 40  # of finding clusters again after a node turned out not to be i
 
 
 def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, functions: bool = True,
-            keep_ends: bool = True, only: Callable[[graph_pb2.GraphDef], frozenset[str]] | None = None,
+            keep_ends: bool = True, keep_in: Mapping[str, Iterable[str]] | None = None,
+            only: Callable[[graph_pb2.GraphDef], frozenset[str]] | None = None,
             progress: Progress | None = None) -> tuple[graph_pb2.GraphDef, Report]:
     """A rewritten copy of a graph, and what was done.
 
@@ -44,6 +45,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
       options: see :class:`tf_stitch.options.Options`.
       functions: rewrite the functions of the library too.
       keep_ends: nodes that nothing reads keep their names (they may be fetched).
+      keep_in: names of nodes that must still be there, by function (``options.keep`` is for the main graph).
       only: picks the nodes of the main graph that may be stitched (None: all of them).
       progress: called with (steps done, steps in all, what was just done).
 
@@ -52,13 +54,14 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
     options = options or Options()
     out = graph_pb2.GraphDef()
     out.CopyFrom(graph_def)
-    places = [_Place("", graph_def, GraphView(graph_def), options, keep_ends)]
+    places = [_Place("", graph_def, GraphView(graph_def), options, keep_ends, keep=frozenset(options.keep))]
     if functions:
         untouchable = _untouchable(graph_def)
         for fdef in graph_def.library.function:
             why = untouchable.get(fdef.signature.name)
             view = None if why else GraphView(fdef, graph_def.library)
-            places.append(_Place(fdef.signature.name, fdef, view, options, False, why))
+            keep = frozenset((keep_in or {}).get(fdef.signature.name, ()))
+            places.append(_Place(fdef.signature.name, fdef, view, options, False, why, keep))
     if only is not None:
         places[0].only = only(graph_def)
     for place in places:
@@ -128,6 +131,7 @@ class _Place:
     options: Options
     keep_ends: bool
     why_untouched: str | None = None
+    keep: frozenset[str] = frozenset()
     jobs: list[_Job] = field(default_factory=list)
     found: Found = field(default_factory=lambda: Found([], [], frozenset()))
     infos: list[NodeInfo] = field(default_factory=list)
@@ -187,7 +191,7 @@ class _Place:
     def _find(self) -> Found:
         view = self.view
         assert view is not None
-        keep = set(self.options.keep) if not view.is_function else set()
+        keep = set(self.keep)
         if self.keep_ends:
             keep |= {n.name for n in view if not view.consumers(n.name) and not view.control_consumers(n.name)}
         return clusters.find(self.infos, self.options, keep, view.rets if view.is_function else (), view.control_rets)
@@ -250,11 +254,9 @@ class _Place:
         """Members whose name must live on."""
         assert self.view is not None
         members = {n for job in self.jobs for n in job.cluster.members}
-        if self.view.is_function:
-            return set()
         ends = {n for n in members if self.keep_ends and not self.view.consumers(n)
                 and not self.view.control_consumers(n)}
-        return ends | (members & set(self.options.keep))
+        return ends | (members & self.keep)
 
     # --- reporting -----------------------------------------------------------------------------------
 
