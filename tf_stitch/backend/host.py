@@ -38,6 +38,7 @@ PRELUDE = '#include "ts_host.h"\n'
 # No libm, no libstdc++: the code must load in any process and on any distribution.
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fwrapv", "-fopenmp-simd",
          "-fno-strict-aliasing",
+         "-fno-thread-jumps",  # jump threading breaks up selects (clamps, say) before the loop is vectorised
          "-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables", "-fPIC", "-w")
 LINK = ("-shared", "-nostdlib",
         "-Wl,--gc-sections,-Bsymbolic,-s,--build-id=none,-z,max-page-size=4096,-z,noseparate-code")
