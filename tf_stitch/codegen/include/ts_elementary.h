@@ -321,14 +321,14 @@ TS_FN double ts_asinh(double x) {
   double c = huge ? 1.0 : a;
   double w = c * c;
   double t = c + w / (1.0 + ts_sqrt(w + 1.0));
-  double r = ts_log1p(huge ? a : t) + (huge ? 0x1.62e42fefa39efp-1 : 0.0);
+  double r = ts_log1p(huge ? a - 1.0 : t) + (huge ? 0x1.62e42fefa39efp-1 : 0.0);
   return ts_double_of(ts_bits(r) | (ts_bits(x) & 0x8000000000000000ull));
 }
 TS_FN double ts_acosh(double x) {
   bool huge = x > 0x1p28;
   double t = (huge ? 1.0 : x) - 1.0;
   double u = t + ts_sqrt(2.0 * t + t * t);
-  double r = ts_log1p(huge ? x : u) + (huge ? 0x1.62e42fefa39efp-1 : 0.0);
+  double r = ts_log1p(huge ? x - 1.0 : u) + (huge ? 0x1.62e42fefa39efp-1 : 0.0);
   return x < 1.0 ? ts_nan(0.0) : r;
 }
 TS_FN double ts_atanh(double x) {
