@@ -35,6 +35,22 @@ def kernel_of(graph: Graph, target: Target = HOST) -> Kernel:
     return emit(build(whole(graph), target))
 
 
+FENCE = 256  # bytes around every buffer that no kernel may touch
+
+
+def fenced(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A 64-byte aligned byte array of ``size`` and the whole memory it lies in."""
+    memory = np.full(size + 2 * FENCE + 64, 0xFF, np.uint8)
+    start = FENCE + -(memory.ctypes.data + FENCE) % 64
+    return memory[start:start + size], memory
+
+
+def fences_hold(part: np.ndarray, memory: np.ndarray) -> bool:
+    """True when nothing outside ``part`` was written."""
+    start = part.ctypes.data - memory.ctypes.data
+    return bool((memory[:start] == 0xFF).all() and (memory[start + part.size:] == 0xFF).all())
+
+
 @dataclass
 class Library:
     """Compiled kernels."""
@@ -44,27 +60,30 @@ class Library:
     def run(self, kernel: Kernel, env: Mapping[str, int], values: Mapping[Node, np.ndarray],
             splits: Sequence[float] = (0.0, 1.0)) -> tuple[dict[Node, np.ndarray], int]:
         """Outputs of a kernel (by node) and its status; the blocks are run in the ranges that ``splits`` cut."""
-        arrays, outputs = [], {}
+        arrays, outputs, checks = [], {}, []
         for n in kernel.args:
             if n in values:
                 arrays.append(np.ascontiguousarray(values[n]))
-            else:
-                shape = tuple(D.evaluate(d, env) for d in n.shape)
-                outputs[n] = np.full(shape, 77).astype(DTYPES[n.dtype].numpy)
-                arrays.append(outputs[n])
+                continue
+            shape = tuple(D.evaluate(d, env) for d in n.shape)
+            dtype = DTYPES[n.dtype].numpy
+            part, memory = fenced(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+            outputs[n] = part.view(dtype).reshape(shape)
+            outputs[n][...] = np.asarray(77).astype(dtype)
+            checks.append((part, memory))
+            arrays.append(part)
         pointers = (ctypes.c_void_p * max(len(arrays), 1))(*[a.ctypes.data for a in arrays])
         dims = (ctypes.c_int64 * max(len(kernel.dims), 1))(*[D.evaluate(d, env) for d in kernel.dims])
         blocks = D.evaluate(kernel.blocks, env)
         problem = Problem(pointers, dims, blocks)
-        size = D.evaluate(kernel.shared_bytes, env)
-        scratch = np.full(size + 64, 0xFF, np.uint8)
-        base = -(-scratch.ctypes.data // 64) * 64
+        checks.append(fenced(D.evaluate(kernel.shared_bytes, env)))
         status = ctypes.c_int32(0)
         function = getattr(self.dll, kernel.name)
         cuts = [int(round(s * blocks)) for s in splits]
         for begin, end in zip(cuts, cuts[1:], strict=False):
-            function(ctypes.byref(problem), ctypes.c_int64(begin), ctypes.c_int64(end), ctypes.c_void_p(base),
-                     ctypes.byref(status))
+            function(ctypes.byref(problem), ctypes.c_int64(begin), ctypes.c_int64(end),
+                     ctypes.c_void_p(checks[-1][0].ctypes.data), ctypes.byref(status))
+        assert all(fences_hold(*c) for c in checks), f"{kernel.name} wrote outside a buffer"
         return outputs, status.value
 
 
