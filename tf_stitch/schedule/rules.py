@@ -167,6 +167,8 @@ def delinear(position: Dim, shape: Shape) -> Index:
 def _reshape_index(node: Node, index: Index) -> Index:
     source = node.inputs[0].shape
     out: list[Dim] = [0] * len(source)
+    if D.product(source) == 0:
+        return tuple(out)  # nothing is read
     for here, there in factor(node.shape, source):
         position = linear([index[d] for d in here], tuple(node.shape[d] for d in here))
         for d, i in zip(there, delinear(position, tuple(source[d] for d in there)), strict=True):
