@@ -212,24 +212,20 @@ TS_FN T ts_softplus(T x) {
 
 // --- integer power -----------------------------------------------------------------------------------
 
-// Integer power, wrapping.  A negative exponent gives the truncated real result (1 / a^|n|, and 0 for a == 0).
+// Wraps around.  A negative exponent sets *status and gives 0 (TensorFlow raises an error).
 template <class T>
-TS_FN T ts_pow(T a, T n) {
+TS_FN T ts_int_pow(T a, T n, ts_i32* status) {
   typedef typename ts_unsigned<T>::type U;
-  if (n < T(0)) return a == T(1) ? T(1) : a == T(-1) ? ((n & 1) ? T(-1) : T(1)) : T(0);
+  if (n < T(0)) {
+    *status = 1;
+    return T(0);
+  }
   ts_u64 result = 1, base = (U)a;
   for (U left = (U)n; left != 0; left = (U)(left >> 1)) {
     result = (left & 1) ? result * base : result;
     base *= base;
   }
   return (T)(U)result;
-}
-
-// The same, but a negative exponent sets *status: TensorFlow raises an error for it.
-template <class T>
-TS_FN T ts_int_pow(T a, T n, ts_i32* status) {
-  if (n < T(0)) *status = 1;
-  return ts_pow(a, n);
 }
 
 #include "ts_special.h"

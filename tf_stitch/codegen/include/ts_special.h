@@ -167,14 +167,14 @@ TS_SPECIAL_FN double ts_igammac_fraction_(double a, double x) {
 TS_SPECIAL_FN double ts_igamma(double a, double x) {
   if (x != x || a != a || x < 0 || a <= 0) return ts_nan(0.0);
   if (x == 0) return 0;
-  if (a == ts_inf(0.0)) return x == a ? ts_nan(0.0) : 0;
+  if (a == ts_inf(0.0)) return 0;
   if (x == ts_inf(0.0)) return 1;
   return x > 1 && x > a ? 1 - ts_igammac_fraction_(a, x) : ts_igamma_series_(a, x);
 }
 TS_SPECIAL_FN double ts_igammac(double a, double x) {
   if (x != x || a != a || x < 0 || a <= 0) return ts_nan(0.0);
   if (x == 0) return 1;
-  if (a == ts_inf(0.0)) return x == a ? ts_nan(0.0) : 1;
+  if (a == ts_inf(0.0)) return x == a ? 0 : 1;
   if (x == ts_inf(0.0)) return 0;
   return x < 1 || x < a ? 1 - ts_igamma_series_(a, x) : ts_igammac_fraction_(a, x);
 }
@@ -183,28 +183,22 @@ TS_FN float ts_igammac(float a, float x) { return (float)ts_igammac((double)a, (
 
 // --- Hurwitz zeta, polygamma -------------------------------------------------------------------------
 
-// Sum over k >= 0 of (q + k)^-x by Euler-Maclaurin (DLMF 25.11.5).
-TS_SPECIAL_FN double ts_zeta(double x, double q) {
-  if (x != x || q != q) return ts_nan(0.0);
-  if (x == 1) return ts_inf(0.0);
-  if (x < 1) return ts_nan(0.0);
-  if (q <= 0) {
-    if (q == ts_floor(q))
-      return x == ts_floor(x) && ts_fmod(x, 2.0) == 0 ? ts_inf(0.0) : ts_nan(0.0);
-    if (x != ts_floor(x)) return ts_nan(0.0);
-  }
+// Sum over k >= 0 of (q + k)^-x by Euler-Maclaurin (DLMF 25.11.5), q > 0, x > 1.
+TS_SPECIAL_FN double ts_zeta_positive_(double x, double q) {
   double sum = 0;
-  for (int k = 0; k < 10 || q < 10; ++k, q += 1) {
+  for (int k = 0; k < 10; ++k, q += 1) {
     double term = ts_pow(q, -x);
     sum += term;
-    if (q > 0 && term <= sum * TS_EPS * 0.5) return sum;
+    if (term <= sum * TS_EPS * 0.5) return sum;
   }
   double f = ts_pow(q, -x);
   sum += q * f / (x - 1) + 0.5 * f;
   // B_2k / (2k)!
-  const double c[] = {1.0 / 12,           -1.0 / 720,         1.0 / 30240,       -1.0 / 1209600,
-                      1.0 / 47900160,     -691.0 / 1307674368000.0, 1.0 / 74724249600.0,
-                      -3617.0 / 10670622842880000.0, 43867.0 / 5109094217170944000.0};
+  const double c[] = {1.0 / 12,       -1.0 / 720,
+                      1.0 / 30240,    -1.0 / 1209600,
+                      1.0 / 47900160, -691.0 / 1307674368000.0,
+                      1.0 / 74724249600.0,           -3617.0 / 10670622842880000.0,
+                      43867.0 / 5109094217170944000.0};
   double factor = x;
   f /= q;
   for (int k = 0; k < 9; ++k) {
@@ -215,6 +209,19 @@ TS_SPECIAL_FN double ts_zeta(double x, double q) {
     f /= q * q;
   }
   return sum;
+}
+TS_SPECIAL_FN double ts_zeta(double x, double q) {
+  if (x != x || q != q) return ts_nan(0.0);
+  if (x == 1) return ts_inf(0.0);
+  if (x < 1) return ts_nan(0.0);
+  if (q > 0) return ts_zeta_positive_(x, q);
+  bool whole = x == ts_floor(x), even = ts_rint(x * 0.5) == x * 0.5;
+  if (q == ts_floor(q)) return whole && even ? ts_inf(0.0) : ts_nan(0.0);
+  if (!whole) return ts_nan(0.0);
+  // The terms of negative base are those of another zeta: no loop over |q|.
+  double part = q - ts_floor(q);
+  double below = ts_zeta_positive_(x, 1 - part) - ts_zeta_positive_(x, 1 - q);
+  return ts_zeta_positive_(x, part) + (even ? below : -below);
 }
 TS_FN float ts_zeta(float x, float q) { return (float)ts_zeta((double)x, (double)q); }
 
