@@ -57,6 +57,15 @@ def test_expressions_keep_their_value(dims, values):
         assert D.evaluate(after.a, env) == D.evaluate(before, env)
 
 
+def test_a_size_is_written_with_its_narrowest_range():
+    loose, tight = D.symbol("v", None), D.symbol("v", 0, 50)  # a guard, and the shapes that rely on it
+    program = Program([Buffer("input", 0, "int64", (tight,))], [], {"v": SymbolSource("value", 0, 0)},
+                      [Guard("le", 0, loose)])
+    back = serialize.loads(serialize.dumps(program))
+    assert back.buffers[0].shape == (tight,)
+    assert D.symbols(back.guards[0].b) == D.symbols(tight)
+
+
 def test_equal_parts_are_stored_once():
     n = programs.dim("n")
     big = D.product([n + i for i in range(6)])

@@ -113,9 +113,18 @@ class _Exprs:
             return self._fold(atom.kind, [self.number(a) for a in atom.args])
         if atom.name not in self.numbers:
             raise ProgramError(f"The program uses the size '{atom.name}', which none of its inputs gives.")
-        if self.seen.setdefault(atom.name, atom) != atom:
-            raise ProgramError(f"The program uses the size '{atom.name}' with two different ranges.")
+        self.seen[atom.name] = _narrowed(self.seen.get(atom.name, atom), atom)
         return self.table.number(("symbol", self.numbers[atom.name]))
+
+
+def _narrowed(a: D.Symbol, b: D.Symbol) -> D.Symbol:
+    """A symbol within both ranges: a guard holds it as it came, the shapes with what the guard makes sure of."""
+    if a == b:
+        return a
+    if isinstance(a.hi, D.Expr) or isinstance(b.hi, D.Expr):
+        raise ProgramError(f"The range of the size '{a.name}' depends on another size.")
+    lows, highs = ([x for x in pair if x is not None] for pair in ((a.lo, b.lo), (a.hi, b.hi)))
+    return D.Symbol(a.name, max(lows, default=None), min(highs, default=None))
 
 
 def dumps(program: Program, text: bool = True) -> bytes:
