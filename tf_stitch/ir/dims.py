@@ -9,6 +9,7 @@ simplified with those ranges, which is what keeps div and mod out of inner loops
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Union
@@ -25,7 +26,9 @@ class Symbol:
     lo: int | None = 0
     hi: Dim | None = None
 
-    def sort_key(self) -> str:
+    @property
+    def key(self) -> str:
+        """Text that orders atoms."""
         return self.name
 
 
@@ -36,12 +39,15 @@ class Func:
     kind: str
     args: tuple[Dim, ...]
 
-    def sort_key(self) -> str:
+    @functools.cached_property
+    def key(self) -> str:
+        """Text that orders atoms."""
         return f"{self.kind}({','.join(map(str, self.args))})"
 
 
 Atom = Union[Symbol, Func]
 Monomial = tuple[tuple[Atom, int], ...]  # ((atom, power), ...), sorted; () is the constant monomial
+_memo = functools.lru_cache(maxsize=1 << 16)
 
 
 class Expr:
@@ -125,16 +131,37 @@ def _terms(d: Dim) -> tuple[tuple[Monomial, int], ...]:
 
 
 def _term_key(item: tuple[Monomial, int]):
-    return [(-p, a.sort_key()) for a, p in item[0]]
+    return [(-p, a.key) for a, p in item[0]]
 
 
 def _make(terms: Mapping[Monomial, int]) -> Dim:
     kept = [(m, c) for m, c in terms.items() if c]
     if not kept:
         return 0
-    if len(kept) == 1 and kept[0][0] == ():
-        return kept[0][1]
+    if len(kept) == 1:
+        return kept[0][1] if kept[0][0] == () else Expr(tuple(kept))
+    for m, c in kept:
+        for atom, p in m:
+            if p == 1 and isinstance(atom, Func) and atom.kind == "mod":
+                whole = _recombine(terms, m, c, atom)
+                if whole is not None:
+                    return whole
     return Expr(tuple(sorted(kept, key=_term_key)))
+
+
+def _recombine(terms: Mapping[Monomial, int], m: Monomial, c: int, mod_atom: Func) -> Dim | None:
+    """``c*M*(b*div(r,b) + mod(r,b))`` is ``c*M*r``: takes the two together when both are there."""
+    r, b = mod_atom.args
+    if not any(isinstance(a, Func) and a.kind == "div" for other in terms for a, _ in other):
+        return None
+    rest = _make({tuple(f for f in m if f[0] != mod_atom): c})
+    left = dict(terms)
+    for other, k in _terms(rest * b * floordiv(r, b)):
+        if left.get(other) != k:
+            return None
+        del left[other]
+    del left[m]
+    return _make(left) + rest * r
 
 
 def _combine(a: Dim, b: Dim, sign: int) -> Dim:
@@ -148,7 +175,7 @@ def _mul_monomials(a: Monomial, b: Monomial) -> Monomial:
     powers = dict(a)
     for atom, p in b:
         powers[atom] = powers.get(atom, 0) + p
-    return tuple(sorted(powers.items(), key=lambda item: item[0].sort_key()))
+    return tuple(sorted(powers.items(), key=lambda item: item[0].key))
 
 
 def _div_monomials(a: Monomial, b: Monomial) -> Monomial | None:
@@ -160,7 +187,7 @@ def _div_monomials(a: Monomial, b: Monomial) -> Monomial | None:
         powers[atom] = left
         if not left:
             del powers[atom]
-    return tuple(sorted(powers.items(), key=lambda item: item[0].sort_key()))
+    return tuple(sorted(powers.items(), key=lambda item: item[0].key))
 
 
 def is_static(d: Dim) -> bool:
@@ -194,6 +221,7 @@ def divmod_exact_part(a: Dim, b: Dim) -> tuple[Dim, Dim]:
     return _make(quotient), rest
 
 
+@_memo
 def floordiv(a: Dim, b: Dim) -> Dim:
     """``floor(a / b)`` for ``b > 0``; exact parts and provably small remainders are simplified."""
     if isinstance(b, int):
@@ -208,21 +236,71 @@ def floordiv(a: Dim, b: Dim) -> Dim:
     q, r = divmod_exact_part(a, b)
     if r == 0 or _within(r, b):
         return q
+    common = _common_factor(r, b)
+    if common is not None:
+        return q + floordiv(common[1], common[2])
+    inner = _inner_div(r)
+    if inner is not None:  # floor(floor(x / d) / b) is floor(x / (d * b))
+        return q + floordiv(inner[0], inner[1] * b)
     if len(_terms(b)) > 1:  # keep multi-term divisors whole
         return _atom(Func("div", (a, b)))
     return q + _atom(Func("div", (r, b)))
 
 
+@_memo
 def mod(a: Dim, b: Dim) -> Dim:
     """``a - floordiv(a, b) * b`` for ``b > 0``."""
     if isinstance(b, int) and isinstance(a, int):
         return a % b
     if b == 1 or a == 0 or a == b:
         return 0
-    r = divmod_exact_part(a, b)[1]
+    r = divmod_exact_part(_without_inner_mod(a, b), b)[1]
     if r == 0 or _within(r, b):
         return r
-    return _atom(Func("mod", (a if len(_terms(b)) > 1 else r, b)))
+    common = _common_factor(r, b)
+    if common is not None:
+        return common[0] * mod(common[1], common[2]) + (r - common[0] * common[1])
+    if len(_terms(b)) > 1:
+        return _atom(Func("mod", (a, b)))
+    return _atom(Func("mod", (r, b)))
+
+
+def _common_factor(a: Dim, b: Dim) -> tuple[Dim, Dim, Dim] | None:
+    """(g, a', b') with ``b == g*b'`` and ``0 <= a - g*a' < g``: then a div b is a' div b', with g > 1."""
+    if len(_terms(b)) != 1:
+        return None
+    monomial, c = _terms(b)[0]
+    ints = {math.gcd(c, k) for _, k in _terms(a)} - {1}
+    factors: list[Dim] = sorted(ints, reverse=True)
+    for atom, _ in monomial:
+        factors += [_atom(atom), _atom(atom) * c] if abs(c) != 1 else [_atom(atom)]
+    for g in factors:
+        quotient, rest = divmod_exact_part(b, g)
+        if rest != 0 or quotient == 1:
+            continue
+        part, small = divmod_exact_part(a, g)
+        if part != 0 and (small == 0 or _within(small, g)):
+            return g, part, quotient
+    return None
+
+
+def _inner_div(r: Dim) -> tuple[Dim, Dim] | None:
+    """(x, d) when ``r`` is ``div(x, d)``."""
+    if isinstance(r, Expr) and len(r.terms) == 1 and r.terms[0][1] == 1 and len(r.terms[0][0]) == 1:
+        atom, p = r.terms[0][0][0]
+        if p == 1 and isinstance(atom, Func) and atom.kind == "div":
+            return atom.args[0], atom.args[1]
+    return None
+
+
+def _without_inner_mod(a: Dim, b: Dim) -> Dim:
+    """``a`` with ``mod(x, m)`` replaced by ``x`` where ``b`` divides ``m``: the same modulo ``b``."""
+    for m, c in _terms(a):
+        for atom, p in m:
+            if p == 1 and isinstance(atom, Func) and atom.kind == "mod" and divmod_exact_part(atom.args[1], b)[1] == 0:
+                factor = _make({tuple(f for f in m if f[0] != atom): c})
+                return _without_inner_mod(a - factor * _atom(atom) + factor * atom.args[0], b)
+    return a
 
 
 def ceildiv(a: Dim, b: Dim) -> Dim:
@@ -259,72 +337,147 @@ def dmax(*dims: Dim) -> Dim:
     return _extremum("max", max, dims)
 
 
+# --- bounds ----------------------------------------------------------------------------------------
+#
+# A *ranged* atom has an upper bound (a loop variable, a remainder); a *free* one has none (a tensor dim) and
+# stands for itself in bounds.
+
+@_memo
 def _bounds_of_atom(atom: Atom) -> tuple[Dim | None, Dim | None]:
+    """(lower, upper); no upper bound means free, no lower bound means nothing is known."""
     if isinstance(atom, Symbol):
         return atom.lo, atom.hi
     if atom.kind == "mod":
         return 0, atom.args[1] - 1
+    lows, highs = [lower(a) for a in atom.args], [upper(a) for a in atom.args]
     if atom.kind == "div":
-        lo, hi = lower(atom.args[0]), upper(atom.args[0])
-        d = atom.args[1]
-        lo = 0 if lo is not None and prove_nonneg(lo) else None
-        return lo, floordiv(hi, d) if isinstance(hi, int) and isinstance(d, int) else None
-    parts = [lower(a) for a in atom.args], [upper(a) for a in atom.args]
-    fold = dmin if atom.kind == "min" else dmax
-    known = [[p for p in side if p is not None] for side in parts]
-    any_lo = atom.kind == "max"  # one known lower bound is enough for max, one upper for min
-    lo = fold(*known[0]) if known[0] and (any_lo or len(known[0]) == len(parts[0])) else None
-    hi = fold(*known[1]) if known[1] and (not any_lo or len(known[1]) == len(parts[1])) else None
+        lo = None if lows[0] is None else floordiv(lows[0], atom.args[1])
+        hi = None if highs[0] is None else floordiv(highs[0], atom.args[1])
+    else:
+        fold, one_low = (dmin, False) if atom.kind == "min" else (dmax, True)
+        lo, hi = _fold_known(fold, lows, one_low), _fold_known(fold, highs, not one_low)
+    itself = _atom(atom)
+    if hi == itself or (lo is not None and not is_static(lo) and itself in (lo, hi)):
+        return _least_int(atom), None  # free: made of free symbols only
     return lo, hi
 
 
+def _fold_known(fold: Callable[..., Dim], parts: list[Dim | None], one_is_enough: bool) -> Dim | None:
+    known = [p for p in parts if p is not None]
+    return fold(*known) if known and (one_is_enough or len(known) == len(parts)) else None
+
+
+def _least_int(atom: Func) -> int | None:
+    """An integer that a function of free symbols is never below."""
+    least = [_int_below(a) for a in atom.args]
+    if atom.kind == "div":
+        return 0 if least[0] is not None and least[0] >= 0 else None
+    known = [k for k in least if k is not None]
+    if atom.kind == "max":
+        return max(known, default=None)
+    return min(known) if len(known) == len(least) else None
+
+
+def _int_below(d: Dim) -> int | None:
+    """An integer that ``d`` is never below, when that is plain to see."""
+    total = 0
+    for m, c in _terms(d):
+        lows = [_bounds_of_atom(a)[0] for a, _ in m]
+        if m and (c < 0 or not all(isinstance(k, int) and k >= 0 for k in lows)):
+            return None
+        total += c * math.prod(k**p for k, (_, p) in zip(lows, m, strict=True))
+    return total
+
+
 def _is_free(atom: Atom) -> bool:
-    """An atom with no upper bound (a tensor dim): it stands for itself in bounds."""
     return _bounds_of_atom(atom)[1] is None
 
 
+def _nonneg_atom(atom: Atom) -> bool:
+    lo = _bounds_of_atom(atom)[0]
+    return lo is not None and (lo >= 0 if isinstance(lo, int) else prove_nonneg(lo))
+
+
 def _extreme(d: Dim, want_upper: bool) -> Dim | None:
-    """Replaces bounded atoms by the bound that matters; valid because monomials are non-negative."""
+    """Replaces ranged atoms by the bound that matters; in products that needs non-negative factors."""
     total: Dim = 0
     for m, c in _terms(d):
+        if (len(m) > 1 or (m and m[0][1] > 1)) and not all(_nonneg_atom(a) for a, _ in m):
+            return None
         value: Dim = c
         for atom, p in m:
             lo, hi = _bounds_of_atom(atom)
-            if not isinstance(lo, int) or lo < 0:
+            if lo is None:
                 return None
             bound = _atom(atom) if hi is None else hi if want_upper == (c > 0) else lo
             for _ in range(p):
                 value = value * bound
         total = total + value
-    if isinstance(total, Expr) and not all(_is_free(a) for m, _ in total.terms for a, _ in m):
+    if isinstance(total, Expr) and total != d and not all(_is_free(a) for m, _ in total.terms for a, _ in m):
         return _extreme(total, want_upper)
     return total
 
 
+@_memo
 def lower(d: Dim) -> Dim | None:
-    """A Dim that ``d`` is never below, or None when none is known."""
+    """A Dim of free symbols that ``d`` is never below, or None when none is known."""
     return _extreme(d, False)
 
 
+@_memo
 def upper(d: Dim) -> Dim | None:
-    """A Dim that ``d`` never exceeds (free of ranged symbols), or None when none is known."""
+    """A Dim of free symbols that ``d`` never exceeds, or None when none is known."""
     return _extreme(d, True)
 
 
-def prove_nonneg(d: Dim) -> bool:
+@_memo
+def prove_nonneg(d: Dim, depth: int = 3) -> bool:
     """True when ``d >= 0`` follows from the symbols' bounds.  False means "not known"."""
+    if isinstance(d, int):
+        return d >= 0
     least = lower(d)
-    if least is None or isinstance(least, int):
-        return least is not None and least >= 0
-    shifted: Dim = 0  # write every free atom as lo + (atom - lo): then non-negative coefficients suffice
-    for m, c in least.terms:
+    if least is not None and _plainly_nonneg(least):
+        return True
+    bounds = [e for e in dict.fromkeys((d, least)) if isinstance(e, Expr)]
+    return depth > 0 and any(_prove_by(e, m, c, atom, depth - 1) for e in bounds for m, c in e.terms
+                             for atom, p in m if p == 1 and isinstance(atom, Func))
+
+
+def _plainly_nonneg(d: Dim) -> bool:
+    """Writes every free atom as lo + (atom - lo): then non-negative coefficients suffice."""
+    if isinstance(d, int):
+        return d >= 0
+    shifted: Dim = 0
+    for m, c in d.terms:
         value: Dim = c
         for atom, p in m:
-            lo, _ = _bounds_of_atom(atom)
+            lo = _bounds_of_atom(atom)[0]
             for _ in range(p):
-                value = value * (_atom(Symbol(f"|{atom.sort_key()}|")) + (lo if isinstance(lo, int) else 0))
+                value = value * (_atom(Symbol(f"|{atom.key}|")) + (lo if isinstance(lo, int) else 0))
         shifted = shifted + value
     return all(c >= 0 for _, c in _terms(shifted))
+
+
+def _prove_by(d: Expr, m: Monomial, c: int, atom: Func, depth: int) -> bool:
+    """Proves ``d >= 0`` through what is known of one function in the term ``c*m`` of ``d``."""
+    others = tuple(f for f in m if f[0] != atom)
+    if not all(_nonneg_atom(a) for a, _ in others):
+        return False
+    factor = _make({others: c})
+
+    def with_bound(bound: Dim) -> bool:
+        return prove_nonneg(d - factor * _atom(atom) + factor * bound, depth)
+
+    if atom.kind in ("min", "max"):
+        # the value is one of the arguments; in one direction any argument is a bound
+        return (any if (c < 0) == (atom.kind == "min") else all)(with_bound(a) for a in atom.args)
+    r, b = atom.args
+    if atom.kind == "mod":
+        return c < 0 and prove_nonneg(r, 0) and with_bound(r)
+    share, rest = divmod_exact_part(factor, b)  # r - b + 1 <= b * div(r, b) <= r
+    if rest == 0:
+        return prove_nonneg(d - factor * _atom(atom) + share * (r if c < 0 else r - b + 1), depth)
+    return c < 0 and prove_nonneg(r, 0) and with_bound(r)
 
 
 def prove_le(a: Dim, b: Dim) -> bool:
@@ -334,8 +487,7 @@ def prove_le(a: Dim, b: Dim) -> bool:
 
 def _within(r: Dim, b: Dim) -> bool:
     """Provably ``0 <= r < b``."""
-    lo, hi = lower(r), upper(r)
-    return lo is not None and hi is not None and prove_nonneg(lo) and prove_nonneg(b - 1 - hi)
+    return prove_nonneg(r) and prove_nonneg(b - 1 - r)
 
 
 _APPLY: dict[str, Callable[..., Dim]] = {"div": floordiv, "mod": mod, "min": dmin, "max": dmax}
@@ -383,6 +535,7 @@ def evaluate(d: Dim, env: Mapping[str, int]) -> int:
     return total
 
 
+@_memo
 def symbols(d: Dim) -> frozenset[Symbol]:
     """Every symbol that ``d`` depends on."""
     if isinstance(d, int):
@@ -403,7 +556,7 @@ def to_text(d: Dim) -> str:
         return str(d)
     parts = []
     for m, c in d.terms:
-        factors = [a.sort_key() if p == 1 else f"{a.sort_key()}^{p}" for a, p in m]
+        factors = [a.key if p == 1 else f"{a.key}^{p}" for a, p in m]
         if c != 1 or not factors:
             factors.insert(0, str(c))
         parts.append("*".join(factors))
