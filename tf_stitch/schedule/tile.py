@@ -71,7 +71,8 @@ class Axis:
     @property
     def ragged(self) -> bool:
         """True when the last block may own fewer than ``chunk`` elements."""
-        return D.mod(self.size, self.chunk) != 0
+        maybe_empty = self.least > 0 and not D.prove_le(1, self.size)
+        return maybe_empty or D.mod(self.size, self.chunk) != 0
 
     @property
     def extent(self) -> Dim:
