@@ -12,7 +12,7 @@ from tf_stitch.program.program import AliasStep, Buffer, KernelStep, Program
 TEXT = r"""
 #include <stdint.h>
 struct ts_problem { void* const* buffers; const int64_t* dims; int64_t blocks; };
-#define KERNEL extern "C" void
+#define KERNEL extern "C" __attribute__((visibility("default"))) void
 #define ARGS const ts_problem* p, int64_t begin, int64_t end, char* shared, int32_t* status
 #define UNUSED (void)shared; (void)status
 

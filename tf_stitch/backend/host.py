@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import platformdirs
 
+from ..codegen.unit import HOST_FLAGS
 from ..errors import CompileError, GuardFailed
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
@@ -36,11 +37,7 @@ INCLUDE = Path(__file__).resolve().parent.parent / "codegen" / "include"
 PRELUDE = '#include "ts_host.h"\n'
 
 # No libm, no libstdc++: the code must load in any process and on any distribution.
-FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fwrapv", "-fopenmp-simd",
-         "-fno-strict-aliasing",
-         "-fno-thread-jumps",  # jump threading breaks up selects (clamps, say) before the loop is vectorised
-         "-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables", "-fPIC", "-w")
-LINK = ("-shared", "-nostdlib",
+LINK = ("-nostdlib",
         "-Wl,--gc-sections,-Bsymbolic,-s,--build-id=none,-z,max-page-size=4096,-z,noseparate-code")
 LINK_LAST = ("-lgcc",)
 
@@ -125,12 +122,15 @@ def compile_text(text: str, levels: Sequence[str] = ()) -> dict[str, bytes]:
     """Compiles kernels for each level (of ``supported_levels`` and more; () is this machine's best).
 
     ``text`` is the kernels' text; unless it begins with an include, what gives it its meaning is included first.
-    Returns a shared object per level, taken from the cache where it holds it.  Raises CompileError, with the compiler's first error line, when that fails.
+    A compiler that builds for another kind of processor than a level's leaves that level out and builds for its own.
+    Returns a shared object per level, taken from the cache where it holds it.  Raises CompileError, with the
+    compiler's first error line, when that fails.
     """
     levels = tuple(dict.fromkeys(levels)) or native_levels()
     unknown = [level for level in levels if level not in _MARCH]
     if unknown:
         raise CompileError(f"The host backend cannot build code for '{unknown[0]}'; it builds for {', '.join(_MARCH)}.")
+    levels = tuple(level for level in levels if _same_family(level)) or native_levels()
     source = text if text.lstrip().startswith("#include") else PRELUDE + text
     command = find_compiler()
     jobs = [functools.partial(_build, source, level, command) for level in levels]
@@ -140,8 +140,12 @@ def compile_text(text: str, levels: Sequence[str] = ()) -> dict[str, bytes]:
         return dict(zip(levels, pool.map(lambda job: job(), jobs), strict=True))
 
 
+def _same_family(level: str) -> bool:
+    return (level == "aarch64") == (native_level() == "aarch64")
+
+
 def _build(source: str, level: str, command: list[str]) -> bytes:
-    flags = [*FLAGS, _MARCH[level], *_TUNE.get(level, ())]
+    flags = [*HOST_FLAGS, _MARCH[level], *_TUNE.get(level, ())]
     key = _key(source, compiler_version(command), command, flags)
     code = CACHE.get(key)
     if code is None:

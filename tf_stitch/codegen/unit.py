@@ -14,9 +14,10 @@ _INCLUDE_LINE = re.compile(r'^#include "(\w+\.h)"\s*$', re.M)
 
 # How host text is compiled.  Contraction (FMA) is on: it rounds once instead of twice.  Not -ffast-math: NaN and
 # Inf keep their meaning.  Integers wrap; buffers are reused with other element types, hence no strict aliasing.
+# Jump threading would break up selects (clamps, say) before the loop is vectorised.
 HOST_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fwrapv",
-              "-fno-strict-aliasing", "-fopenmp-simd", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
-              "-fno-asynchronous-unwind-tables", "-shared", "-fPIC", "-w")
+              "-fno-strict-aliasing", "-fno-thread-jumps", "-fopenmp-simd", "-fvisibility=hidden", "-fno-exceptions",
+              "-fno-rtti", "-fno-asynchronous-unwind-tables", "-shared", "-fPIC", "-w")
 
 
 @functools.cache

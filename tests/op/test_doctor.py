@@ -1,0 +1,84 @@
+"""tf-stitch doctor."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tf_stitch import doctor, runtime
+
+
+def findings():
+    return {f.name: f for f in doctor.examine()}
+
+
+def test_all_that_the_cpu_needs_is_found(capsys):
+    assert doctor.main(json_output=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"]
+    assert {f["name"]: f["status"] for f in told["findings"] if f["required"]} == {
+        "TensorFlow": "found", "Op library": "found", "C++ compiler": "found", "Kernels": "found"}
+
+
+def test_text_names_everything(capsys):
+    assert doctor.main() == 0
+    out = capsys.readouterr().out
+    for name in ("TensorFlow", "Op library", "C++ compiler", "Kernels", "Processor", "Cache folder", "GPU", "nvcc",
+                 "PyCUDA"):
+        assert name in out
+
+
+def test_no_compiler(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    assert findings()["C++ compiler"].status == "missing"
+    assert "g++" in findings()["C++ compiler"].advice
+    assert doctor.main(quiet=True) == 1
+    assert "C++ compiler" in capsys.readouterr().out
+
+
+def test_cache_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / "file" / "cache"))
+    found = findings()["Cache folder"]
+    assert found.status == "problem" and "TF_STITCH_CACHE" in found.advice
+
+
+@pytest.fixture
+def other_library(monkeypatch, tmp_path):
+    """Stands for a process that has not loaded the library yet."""
+    monkeypatch.setattr(runtime, "LIBRARY", tmp_path / "_ops.so")
+    monkeypatch.setattr(runtime, "_load", runtime._load.__wrapped__)
+    return tmp_path / "_ops.so"
+
+
+def test_library_that_is_missing(other_library):
+    assert findings()["Op library"].status == "missing"
+    with pytest.raises(runtime.LibraryError, match="is not built; run 'make build'"):
+        runtime.load()
+
+
+def test_library_for_another_tensorflow(other_library):
+    other_library.write_bytes(b"")
+    other_library.with_suffix(".json").write_text('{"tensorflow": "2.19.1"}')
+    assert findings()["Op library"].status == "problem"
+    with pytest.raises(runtime.LibraryError, match=r"built for TensorFlow 2\.19\.1 and this is TensorFlow 2\."):
+        runtime.load()
+
+
+def test_library_that_cannot_be_loaded(other_library):
+    import tensorflow as tf
+
+    other_library.write_bytes(b"no ELF file")
+    other_library.with_suffix(".json").write_text(json.dumps({"tensorflow": tf.__version__}))
+    with pytest.raises(runtime.LibraryError, match="cannot be loaded"):
+        runtime.load()
+
+
+def test_a_check_that_fails_does_not_stop_the_others(monkeypatch):
+    def _broken():
+        raise ValueError("oh")
+
+    monkeypatch.setattr(doctor, "CHECKS", (_broken, *doctor.CHECKS))
+    assert findings()["broken"].detail == "looking for it failed: oh"
+    assert len(findings()) == len(doctor.CHECKS)
