@@ -25,6 +25,9 @@ _BRANCHES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch"
              "Case": ("branches",), "StatelessCase": ("branches",)}
 _WHILES = frozenset({"While", "StatelessWhile"})
 
+# Results whose shape TensorFlow does not infer, as its CPU kernels make them.
+_KERNEL_SHAPES: dict[tuple[str, int], StaticShape] = {("FusedBatchNormV3", 5): (0,)}
+
 Shapes = dict[Ref, StaticShape]
 Arguments = tuple[tuple[StaticShape, StaticShape], ...]  # of a call: (shape, shape of the variable behind a resource)
 
@@ -38,7 +41,6 @@ class Inferred:
     shapes: Shapes = field(default_factory=dict)
     proven: Shapes = field(default_factory=dict)
     assumed: dict[Ref, np.ndarray] = field(default_factory=dict)
-    tensors: dict[Ref, tf.Tensor] = field(default_factory=dict)
     _constants: dict[Ref, np.ndarray | None] = field(default_factory=dict)
 
     def constant(self, ref: Ref) -> np.ndarray | None:
@@ -56,20 +58,9 @@ class Inferred:
             return None
         if node.op == "Const":
             return np.asarray(node.attr("value")) if const_size(node) <= SMALL else None
-        return self._folded((name, port))
+        from .lower.folding import fold  # the rules need this module
 
-    def _folded(self, ref: Ref) -> np.ndarray | None:
-        """What TensorFlow itself folds: shape arithmetic on static dims and the like."""
-        shape, tensor = self.proven.get(ref), self.tensors.get(ref)
-        if tensor is None or shape is None or None in shape or int(np.prod(shape)) > SMALL:
-            return None
-        if not (tensor.dtype.is_integer or tensor.dtype.is_bool):
-            return None
-        try:
-            value = tf.get_static_value(tensor)
-        except (ValueError, TypeError, tf.errors.OpError):
-            return None
-        return None if value is None else np.asarray(value)
+        return fold(self.view, (name, port))
 
 
 def const_size(node: NodeView) -> int:
@@ -91,18 +82,24 @@ def is_splat(proto: tensor_pb2.TensorProto) -> bool:
 def infer(view: GraphView) -> Inferred:
     """Shapes of every value of the view."""
     result = Inferred(view)
-    result.proven, result.tensors = _settle(view, assume=False, constants={})
+    result.proven = _settle(view, assume=False, constants={})
     result.shapes = result.proven
     if view.arg_shapes or view.handle_shapes:
-        result.shapes, _ = _settle(view, assume=True, constants={})
+        result.shapes = _settle(view, assume=True, constants={})
     for _ in range(_MAX_PASSES):  # sums over decided axes give the next gradient's shape
         if not _assume_gradient_args(result):
             break
-        result.shapes, _ = _settle(view, assume=True, constants=result.assumed)
+        result.shapes = _settle(view, assume=True, constants=result.assumed)
+    result.shapes = {**result.shapes, **_kernel_shapes(view, result.shapes)}
     return result
 
 
-def _settle(view: GraphView, assume: bool, constants: Mapping[Ref, np.ndarray]) -> tuple[Shapes, dict[Ref, tf.Tensor]]:
+def _kernel_shapes(view: GraphView, shapes: Shapes) -> Shapes:
+    return {(n.name, port): shape for n in view for (op, port), shape in _KERNEL_SHAPES.items()
+            if n.op == op and shapes.get((n.name, port)) is None}
+
+
+def _settle(view: GraphView, assume: bool, constants: Mapping[Ref, np.ndarray]) -> Shapes:
     """Imports until the shapes around loops and calls no longer change."""
     declared = _from_attrs(view, assume)
     tensors: dict[Ref, tf.Tensor] = {}
@@ -113,9 +110,9 @@ def _settle(view: GraphView, assume: bool, constants: Mapping[Ref, np.ndarray]) 
         tensors = _import(view, declared, fixed, constants) or {}
         shapes = {**declared, **{ref: merge(_shape_of(t), declared.get(ref)) for ref, t in tensors.items()}}
         if n == _MAX_PASSES or not tensors:
-            return shapes, tensors
+            return shapes
         if not _update_loops(view, shapes, fixed) | _update_calls(view, shapes, fixed, assume):
-            return shapes, tensors
+            return shapes
     raise AssertionError("the loop returns in its last pass")
 
 
@@ -368,7 +365,7 @@ def _returned(view: GraphView, name: str, args: Arguments) -> list[StaticShape] 
         shapes = {i: s for i, (s, _) in enumerate(args) if s is not None}
         handles = {i: h for i, (_, h) in enumerate(args) if h is not None}
         inner = GraphView(body, view.library.values(), shapes, handles, view.calls)
-        found = _settle(inner, assume=True, constants={})[0]
+        found = _settle(inner, assume=True, constants={})
         view.calls[key] = [found.get(r) for r in inner.rets]
     return view.calls[key]
 

@@ -90,7 +90,6 @@ def softmax_cross_entropy(c: Context, logits: Node, labels: Node) -> list[Node]:
     logits, labels = (c.wide(c.b.broadcast_to(x, shape)) for x in (logits, labels))
     shifted, e, total = _shifted(c, logits)
     term = c.b.ew("mul", labels, c.b.ew("sub", c.b.ew("log", total), shifted))
-    term = c.b.select(c.b.ew("eq", labels, zero(c, labels)), zero(c, term), term)
     backprop = c.b.ew("sub", c.b.ew("div", e, total), labels)
     return [c.like(c.b.reduce("sum", term, [1]), dtype), c.like(backprop, dtype)]
 
