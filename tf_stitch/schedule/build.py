@@ -10,6 +10,7 @@ from ..ir.dtypes import DTYPES
 from ..ir.graph import Node
 from . import rules
 from .attempt import Attempt
+from .collapse import collapse
 from .domain import domain
 from .kernel_schedule import KernelSchedule, Part
 from .storage import HEAVY, SOURCES, Storage
@@ -25,9 +26,10 @@ def build(group: Group, target: Target) -> KernelSchedule:
     Raises Unschedulable when some output's blocks cannot be made to fit the others', or when a block's values
     do not fit on chip; the planner then splits the group.
     """
+    small = collapse(group)
+    group = small.group
     parts = [_build_part(nodes, outputs, target) for nodes, outputs in _components(group)]
-    return KernelSchedule(target, parts, group.inputs, group.outputs, frozenset(group.nodes),
-                          {n: n for n in (*group.inputs, *group.nodes)})
+    return KernelSchedule(target, parts, group.inputs, group.outputs, frozenset(group.nodes), small.origin)
 
 
 def _components(group: Group) -> list[tuple[list[Node], list[Node]]]:

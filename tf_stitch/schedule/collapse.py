@@ -1,0 +1,263 @@
+"""Rewrites a group so that its tensors have as few dims as its ops need.
+
+Dims of size 1 go, and neighbouring dims that no op of the group tells apart become one: a bias over NHWC becomes
+[N*H*W, C], an elementwise chain becomes one long dim.  Loops get long and index arithmetic short.  Reshapes
+tie nothing: row-major order stays what it is.
+"""
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..fusion.group import Group
+from ..ir import dims as D
+from ..ir.graph import Node
+from . import rules
+
+Segments = list[list[int]]  # of a node's dims: which are one; a squeezed dim is in none
+_WHOLE = frozenset({"conv", "window"})  # their dims have fixed meanings
+_FREE_NEW = frozenset({"broadcast"})  # result dims that no operand has may merge
+
+
+class _Classes:
+    """Union-find with a mark that one member gives to its whole class."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Hashable, Hashable] = {}
+        self.marked: set[Hashable] = set()
+
+    def find(self, a: Hashable) -> Hashable:
+        self.parent.setdefault(a, a)
+        while self.parent[a] != a:
+            self.parent[a] = self.parent[self.parent[a]]
+            a = self.parent[a]
+        return a
+
+    def join(self, a: Hashable, b: Hashable) -> None:
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self.parent[a] = b
+            if a in self.marked:
+                self.marked.add(b)
+
+    def mark(self, a: Hashable) -> None:
+        self.marked.add(self.find(a))
+
+    def is_marked(self, a: Hashable) -> bool:
+        return self.find(a) in self.marked
+
+
+@dataclass(frozen=True)
+class Collapsed:
+    """The rewritten group and, for each of its nodes, the node it stands for."""
+
+    group: Group
+    origin: Mapping[Node, Node]
+
+
+def collapse(group: Group) -> Collapsed:
+    """The group with dims squeezed and merged."""
+    nodes = [*group.inputs, *(n for n in group.nodes if n not in set(group.inputs))]
+    members = set(group.nodes)
+    segments = _segments(nodes, members)
+    new: dict[Node, Node] = {}
+    for n in nodes:
+        new[n] = _rebuild(n, n in members, segments, new)
+    rebuilt = Group(tuple(new[n] for n in group.nodes), tuple(new[n] for n in group.inputs),
+                    tuple(new[n] for n in group.outputs))
+    return Collapsed(rebuilt, {v: k for k, v in new.items()})
+
+
+def _ties(n: Node) -> list[rules.Tie]:
+    """Ties that must survive: a reshape has none."""
+    return [] if n.op == "reshape" else rules.ties(n)
+
+
+# --- which dims go, which merge ----------------------------------------------------------------------
+
+def _segments(nodes: list[Node], members: set[Node]) -> dict[Node, Segments]:
+    keep = _Classes()
+    for n in nodes:
+        for d, size in enumerate(n.shape):
+            if size != 1:
+                keep.mark((n, d))
+        if n in members:
+            _tie_sizes(n, keep)
+    live = {n: [d for d in range(n.rank) if keep.is_marked((n, d))] for n in nodes}
+    apart = _Classes()
+    for n in nodes:
+        if n in members:
+            _tie_boundaries(n, live, apart)
+    out: dict[Node, Segments] = {}
+    for n in nodes:
+        segs: Segments = []
+        for k, d in enumerate(live[n]):
+            if k and not apart.is_marked((n, live[n][k - 1])):
+                segs[-1].append(d)
+            else:
+                segs.append([d])
+        out[n] = segs
+    return out
+
+
+def _tie_sizes(n: Node, keep: _Classes) -> None:
+    """Dims that must be squeezed together, and dims that an attribute names and so must stay."""
+    for k, there, here in _ties(n):
+        keep.join((n.inputs[k], there), (n, here))
+    if n.op in _WHOLE:
+        for x in (n, *n.inputs):
+            for d in range(x.rank):
+                keep.mark((x, d))
+        return
+    if n.op == "dot":
+        for a, b in zip(*n.attrs["contract"], strict=True):
+            keep.join((n.inputs[0], a), (n.inputs[1], b))
+    if n.op == "reduce":
+        return
+    for x, d in _named_dims(n):
+        keep.mark((x, d))
+
+
+def _named_dims(n: Node) -> Iterable[tuple[Node, int]]:
+    """Dims that have no partner of the same size and index, or that an attribute names."""
+    tied_here = {here for _, _, here in _ties(n)}
+    if n.op in ("slice", "pad", "concat", "reverse", "scan"):
+        for d in range(n.rank):
+            if d not in tied_here:
+                yield n, d
+                for x in n.inputs:
+                    if x.rank == n.rank:
+                        yield x, d
+    elif n.op in ("gather", "gather_nd"):
+        for k, x in enumerate(n.inputs):
+            tied = {there for j, there, _ in _ties(n) if j == k}
+            for d in range(x.rank):
+                if d not in tied:
+                    yield x, d
+    elif n.op == "arg_reduce":
+        yield n.inputs[0], n.attrs["axis"]
+    elif n.op == "iota":
+        yield n, n.attrs["axis"]
+
+
+def _pairs(live: list[int]) -> list[tuple[int, int]]:
+    return list(zip(live, live[1:], strict=False))
+
+
+def _tie_boundaries(n: Node, live: Mapping[Node, list[int]], apart: _Classes) -> None:
+    """A boundary (node, d) lies after live dim d.  Joined boundaries merge together or not at all."""
+    if n.op == "reshape":
+        return
+    maps = [{here: there for j, there, here in _ties(n) if j == k} for k in range(len(n.inputs))]
+    rigid = {(x, d) for x, d in _named_dims(n)} if n.op not in _WHOLE else {
+        (x, d) for x in (n, *n.inputs) for d in range(x.rank)}
+    for x in {n, *n.inputs}:
+        for a, b in _pairs(live[x]):
+            if (x, a) in rigid or (x, b) in rigid:
+                apart.mark((x, a))
+    for a, b in _pairs(live[n]):
+        for x, m in zip(n.inputs, maps, strict=True):
+            _match(n, (a, b), x, (m.get(a), m.get(b)), live, apart)
+    for k, x in enumerate(n.inputs):
+        back = {there: here for here, there in maps[k].items()}
+        for a, b in _pairs(live[x]):
+            if a in back or b in back:
+                _match(x, (a, b), n, (back.get(a), back.get(b)), live, apart)
+            elif n.op == "dot":
+                _match_contracted(n, k, (a, b), live, apart)
+
+
+def _match(x: Node, pair: tuple[int, int], y: Node, other: tuple[int | None, int | None],
+           live: Mapping[Node, list[int]], apart: _Classes) -> None:
+    """Joins the boundary between two dims of x with that of the same two dims of y, where there is one."""
+    if other == (None, None):
+        return
+    if None not in other and other in _pairs(live[y]):
+        apart.join((x, pair[0]), (y, other[0]))
+    else:
+        apart.mark((x, pair[0]))
+
+
+def _match_contracted(n: Node, k: int, pair: tuple[int, int], live: Mapping[Node, list[int]], apart: _Classes) -> None:
+    mine, theirs = n.attrs["contract"][k], n.attrs["contract"][1 - k]
+    partner = dict(zip(mine, theirs, strict=True))
+    _match(n.inputs[k], pair, n.inputs[1 - k], (partner.get(pair[0]), partner.get(pair[1])), live, apart)
+
+
+# --- rewriting -------------------------------------------------------------------------------------
+
+def _rebuild(n: Node, is_member: bool, segments: Mapping[Node, Segments], new: Mapping[Node, Node]) -> Node:
+    segs = segments[n]
+    shape = tuple(D.product(n.shape[d] for d in s) for s in segs)
+    if n.op == "const":
+        return Node("const", (), {"value": n.attrs["value"].reshape(shape)}, shape, n.dtype, n.origin)
+    if not is_member:
+        return Node("param", (), {"index": 0}, shape, n.dtype, n.origin)
+    inputs = tuple(new[x] for x in n.inputs)
+    if n.op == "reduce" and not _at(segments[n.inputs[0]], n.attrs["axes"]):
+        return Node("reshape", inputs, {}, shape, n.dtype, n.origin)  # every reduced dim has size 1
+    rule = _ATTRS.get(n.op)
+    attrs = rule(n, segs, [segments[x] for x in n.inputs]) if rule else n.attrs
+    return Node(n.op, inputs, attrs, shape, n.dtype, n.origin)
+
+
+def _at(segs: Segments, dims: Iterable[int]) -> tuple[int, ...]:
+    """The segments that dims lie in, in the dims' order; squeezed dims have none."""
+    out: list[int] = []
+    for d in dims:
+        for k, s in enumerate(segs):
+            if d in s and k not in out:
+                out.append(k)
+    return tuple(out)
+
+
+def _one(segs: Segments, d: int) -> int:
+    return _at(segs, (d,))[0]
+
+
+def _per_dim(values: tuple, segs: Segments, plain: Any) -> tuple:
+    """An attribute with a value per dim; merged dims have the value that means "untouched"."""
+    return tuple(values[s[0]] if len(s) == 1 else plain for s in segs)
+
+
+def _broadcast(n: Node, segs: Segments, source: list[Segments]) -> dict[str, Any]:
+    return {"axes": tuple(_one(segs, n.attrs["axes"][s[0]]) for s in source[0])}
+
+
+def _transpose(n: Node, segs: Segments, source: list[Segments]) -> dict[str, Any]:
+    return {"perm": tuple(_one(source[0], n.attrs["perm"][s[0]]) for s in segs)}
+
+
+def _slice(n: Node, segs: Segments, source: list[Segments]) -> dict[str, Any]:
+    return {"starts": _per_dim(n.attrs["starts"], segs, 0), "steps": _per_dim(n.attrs["steps"], segs, 1)}
+
+
+def _pad(n: Node, segs: Segments, source: list[Segments]) -> dict[str, Any]:
+    return {k: _per_dim(n.attrs[k], segs, 0) for k in ("low", "high", "interior")}
+
+
+def _axis(n: Node, segs: Segments, source: list[Segments]) -> dict[str, Any]:
+    return {**n.attrs, "axis": _one(segs, n.attrs["axis"])}
+
+
+def _gather(n: Node, segs: Segments, source: list[Segments]) -> dict[str, Any]:
+    return {**n.attrs, "axis": _one(source[0], n.attrs["axis"]),
+            "batch_dims": len(_at(source[0], range(n.attrs["batch_dims"])))}
+
+
+def _gather_nd(n: Node, segs: Segments, source: list[Segments]) -> dict[str, Any]:
+    return {**n.attrs, "batch_dims": len(_at(source[0], range(n.attrs["batch_dims"])))}
+
+
+def _dot(n: Node, segs: Segments, source: list[Segments]) -> dict[str, Any]:
+    return {k: tuple(_at(s, axes) for s, axes in zip(source, n.attrs[k], strict=True)) for k in ("batch", "contract")}
+
+
+_ATTRS = {
+    "broadcast": _broadcast, "transpose": _transpose, "slice": _slice, "pad": _pad, "concat": _axis, "scan": _axis,
+    "iota": _axis, "gather": _gather, "gather_nd": _gather_nd, "dot": _dot,
+    "reverse": lambda n, segs, source: {"axes": _at(segs, n.attrs["axes"])},
+    "reduce": lambda n, segs, source: {**n.attrs, "axes": _at(source[0], n.attrs["axes"])},
+    "arg_reduce": lambda n, segs, source: {**n.attrs, "axis": _one(source[0], n.attrs["axis"])},
+}
