@@ -43,7 +43,9 @@ $(STAMPS)/venv:
 	@test -n "$(PYTHON)" || { echo "No Python found: install python3.11 (and python3.11-venv)."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is too old: tf_stitch needs Python 3.11 or later."; exit 1; }
-	@$(PYTHON) -m venv .venv || { echo "Making .venv failed: on Debian, apt-get install python3.11-venv."; exit 1; }
+	@$(PYTHON) -m venv .venv 2>/dev/null \
+	  || { $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip -q --python .venv/bin/python install pip; } \
+	  || { echo "Making .venv failed: on Debian, apt-get install python3.11-venv."; exit 1; }
 	@mkdir -p $(STAMPS) && touch $@
 
 # The editable install builds the op library too.
