@@ -459,12 +459,13 @@ TS_FN float ts_atan2(float y, float x) { return (float)ts_atan2((double)y, (doub
 TS_FN float ts_pow(float x, float y) {
   double a = ts_abs((double)x), b = y;
   double t = ts_log(a) * b;
-  t = x == 0.0f || b == 0.0 ? (b < 0.0 ? 1e4 : b > 0.0 ? -1e4 : 0.0) : t;
+  t = x == 0.0f ? (b < 0.0 ? 1e4 : -1e4) : t;
   double r = ts_exp(t);
   bool whole = ts_floor(y) == y;
   bool odd = whole && ts_floor(y * 0.5f) != y * 0.5f;
   r = (ts_bits(x) >> 31) && odd ? -r : r;
   r = x < 0.0f && x > -ts_inf(0.0f) && !whole && y == y ? ts_nan(0.0) : r;
+  r = y != y ? (double)y : r;
   r = x == 1.0f || y == 0.0f ? 1.0 : r;
   r = x == -1.0f && ts_abs(y) == ts_inf(0.0f) ? 1.0 : r;
   return (float)r;

@@ -18,6 +18,15 @@ constexpr double TS_EPS = 0x1p-53;
 
 // --- lgamma, digamma ---------------------------------------------------------------------------------
 
+// log Gamma(2 + d), |d| <= 0.5.
+TS_SPECIAL_FN double ts_lgamma_near_2_(double d) {
+  double p = ts_poly_(d, 0x1.b0ee6072093cep-2, 0x1.4a34cc4a60fa6p-2, -0x1.13e001a55760ap-4, 0x1.51322ac7d848ap-6,
+                      -0x1.e404fc218dbaep-8, 0x1.7add6eadb5317p-9, -0x1.38ac5c2d48207p-10, 0x1.0b36af8779ca0p-11,
+                      -0x1.d3fd4b679c1c4p-13, 0x1.a127afee53e7dp-14, -0x1.78de9ab752b81p-15, 0x1.580e0afa55850p-16,
+                      -0x1.3cb3be36ad88bp-17, 0x1.258f3057730fap-18, -0x1.1276ebd557fb0p-19, 0x1.012012be3900ap-20,
+                      -0x1.ce17528bcf460p-22, 0x1.b40adb09a1e12p-23, -0x1.2009c1a550d0dp-23, 0x1.11fa5e7c86f7bp-24);
+  return d * p;
+}
 // log|Gamma(x)|: a polynomial around 2, the recurrence down to it from x < 8 and up to it from below 1.5, Stirling's
 // series (DLMF 5.11.1) above; reflection (5.5.3) for negative x.
 TS_SPECIAL_FN double ts_lgamma_positive_(double x) {
@@ -37,13 +46,7 @@ TS_SPECIAL_FN double ts_lgamma_positive_(double x) {
     below = ts_log1p(x - 1);
     x += 1;
   }
-  double d = x - 2;
-  double p = ts_poly_(d, 0x1.b0ee6072093cep-2, 0x1.4a34cc4a60fa6p-2, -0x1.13e001a55760ap-4, 0x1.51322ac7d848ap-6,
-                      -0x1.e404fc218dbaep-8, 0x1.7add6eadb5317p-9, -0x1.38ac5c2d48207p-10, 0x1.0b36af8779ca0p-11,
-                      -0x1.d3fd4b679c1c4p-13, 0x1.a127afee53e7dp-14, -0x1.78de9ab752b81p-15, 0x1.580e0afa55850p-16,
-                      -0x1.3cb3be36ad88bp-17, 0x1.258f3057730fap-18, -0x1.1276ebd557fb0p-19, 0x1.012012be3900ap-20,
-                      -0x1.ce17528bcf460p-22, 0x1.b40adb09a1e12p-23, -0x1.2009c1a550d0dp-23, 0x1.11fa5e7c86f7bp-24);
-  return d * p - below + (product == 1 ? 0.0 : ts_log(product));
+  return ts_lgamma_near_2_(x - 2) - below + (product == 1 ? 0.0 : ts_log(product));
 }
 TS_SPECIAL_FN double ts_lgamma(double x) {
   if (x != x) return x;
@@ -164,9 +167,21 @@ TS_SPECIAL_FN double ts_igammac_fraction_(double a, double x) {
   return prefix * h;
 }
 
+// Q(a, x) for x < 1 and a <= 0.5, where 1 - P cancels: with e^l = x^a / Gamma(1 + a), DLMF 8.7.1 gives
+// P = e^l (1 + a S), so Q = -(e^l - 1) - e^l a S.
+TS_SPECIAL_FN double ts_igammac_small_(double a, double x) {
+  double l = a * ts_log(x) - (ts_lgamma_near_2_(a) - ts_log1p(a));
+  double power = 1, sum = 0;
+  for (int k = 1; k < 40; ++k) {
+    power *= -x / k;
+    sum += power / (a + k);
+  }
+  return -ts_expm1(l) - ts_exp(l) * a * sum;
+}
+
 TS_SPECIAL_FN double ts_igamma(double a, double x) {
-  if (x != x || a != a || x < 0 || a <= 0) return ts_nan(0.0);
   if (x == 0) return 0;
+  if (x != x || a != a || x < 0 || a <= 0) return ts_nan(0.0);
   if (a == ts_inf(0.0)) return 0;
   if (x == ts_inf(0.0)) return 1;
   return x > 1 && x > a ? 1 - ts_igammac_fraction_(a, x) : ts_igamma_series_(a, x);
@@ -176,6 +191,7 @@ TS_SPECIAL_FN double ts_igammac(double a, double x) {
   if (x == 0) return 1;
   if (a == ts_inf(0.0)) return x == a ? 0 : 1;
   if (x == ts_inf(0.0)) return 0;
+  if (x < 1 && a <= 0.5) return ts_igammac_small_(a, x);
   return x < 1 || x < a ? 1 - ts_igamma_series_(a, x) : ts_igammac_fraction_(a, x);
 }
 TS_FN float ts_igamma(float a, float x) { return (float)ts_igamma((double)a, (double)x); }
@@ -183,13 +199,12 @@ TS_FN float ts_igammac(float a, float x) { return (float)ts_igammac((double)a, (
 
 // --- Hurwitz zeta, polygamma -------------------------------------------------------------------------
 
-// Sum over k >= 0 of (q + k)^-x by Euler-Maclaurin (DLMF 25.11.5), q > 0, x > 1.
-TS_SPECIAL_FN double ts_zeta_positive_(double x, double q) {
-  double sum = 0;
+// sum plus that over k >= 0 of (q + k)^-x, by Euler-Maclaurin (DLMF 25.11.5), q > 0, x > 1.
+TS_SPECIAL_FN double ts_zeta_positive_(double x, double q, double sum = 0) {
   for (int k = 0; k < 10; ++k, q += 1) {
     double term = ts_pow(q, -x);
     sum += term;
-    if (term <= sum * TS_EPS * 0.5) return sum;
+    if (term <= ts_abs(sum) * (TS_EPS * 0.5)) return sum;
   }
   double f = ts_pow(q, -x);
   sum += q * f / (x - 1) + 0.5 * f;
@@ -211,14 +226,18 @@ TS_SPECIAL_FN double ts_zeta_positive_(double x, double q) {
   return sum;
 }
 TS_SPECIAL_FN double ts_zeta(double x, double q) {
-  if (x != x || q != q) return ts_nan(0.0);
   if (x == 1) return ts_inf(0.0);
-  if (x < 1) return ts_nan(0.0);
+  if (!(x > 1) || q != q) return ts_nan(0.0);
   if (q > 0) return ts_zeta_positive_(x, q);
   bool whole = x == ts_floor(x), even = ts_rint(x * 0.5) == x * 0.5;
   if (q == ts_floor(q)) return whole && even ? ts_inf(0.0) : ts_nan(0.0);
   if (!whole) return ts_nan(0.0);
-  // The terms of negative base are those of another zeta: no loop over |q|.
+  double sum = 0;
+  if (q > -1e4) {
+    for (; q < 0; q += 1) sum += ts_pow(q, -x);
+    return ts_zeta_positive_(x, q, sum);  // in this order: terms of both signs may cancel
+  }
+  // The terms of negative base are those of another zeta.
   double part = q - ts_floor(q);
   double below = ts_zeta_positive_(x, 1 - part) - ts_zeta_positive_(x, 1 - q);
   return ts_zeta_positive_(x, part) + (even ? below : -below);
@@ -267,9 +286,9 @@ TS_SPECIAL_FN double ts_betainc_fraction_(double a, double b, double x) {
 }
 
 TS_SPECIAL_FN double ts_betainc(double a, double b, double x) {
-  if (!(a > 0) || !(b > 0) || !(x >= 0 && x <= 1)) return ts_nan(0.0);
-  if (x == 0) return 0;
-  if (x == 1) return 1;
+  if (a <= 0 || b <= 0 || !(x >= 0 && x <= 1)) return ts_nan(0.0);
+  if (x == 0 || x == 1) return x;
+  if (a != a || b != b) return ts_nan(0.0);
   return x < (a + 1) / (a + b + 2) ? ts_betainc_fraction_(a, b, x) : 1 - ts_betainc_fraction_(b, a, 1 - x);
 }
 TS_FN float ts_betainc(float a, float b, float x) { return (float)ts_betainc((double)a, (double)b, (double)x); }
