@@ -11,7 +11,12 @@ class OptionError(StitchError, ValueError):
 
 
 class ImportFailed(StitchError):
-    """A TensorFlow node cannot be expressed in the IR; the node stays TensorFlow's."""
+    """A TensorFlow node cannot be expressed in the IR; the node stays TensorFlow's.
+
+    ``node`` is its name, "" when it is no single node.
+    """
+
+    node: str = ""
 
 
 class Unschedulable(StitchError):

@@ -57,7 +57,9 @@ class _Importer:
 
     def _fail(self, node: str, reason: str) -> ImportFailed:
         op = self.view[node].op if node in self.view else "missing"
-        return ImportFailed(f"Node '{node}' ({op}) cannot be imported: {reason}.")
+        error = ImportFailed(f"Node '{node}' ({op}) cannot be imported: {reason.rstrip('.')}.")
+        error.node = node
+        return error
 
     def _param(self, ref: Ref) -> Node:
         shape, dtype = self.view.shape(ref), self.view.dtype(ref)
@@ -237,7 +239,7 @@ class _Importer:
         try:
             return self.b.finish([self.tensor(ref) for ref in outputs], name)
         except IRError as e:
-            raise ImportFailed(f"Cluster '{name}' cannot be imported: {e}.") from e
+            raise ImportFailed(f"Cluster '{name}' cannot be imported: {str(e).rstrip('.')}.") from e
 
 
 class SymContext:

@@ -322,7 +322,7 @@ def gather(c: Context, params: Node, indices: Node) -> Node:
 @lower("GatherV2", statics=(2,))
 def gather_v2(c: Context, params: Node, indices: Node, axis: np.ndarray) -> Node:
     batch = int(c.attr("batch_dims", 0))
-    return c.b.gather(params, indices, c.axis(axis, params.rank), batch % (indices.rank + 1) if batch < 0 else batch)
+    return c.b.gather(params, indices, c.axis(axis, params.rank), batch + indices.rank if batch < 0 else batch)
 
 
 def _static_depth(view: GraphView, node: NodeView) -> str | None:

@@ -31,7 +31,9 @@ class Context:
         return self.node.attr(name, default)
 
     def fail(self, reason: str) -> NoReturn:
-        raise ImportFailed(f"Node '{self.node.name}' ({self.node.op}) cannot be imported: {reason}.")
+        error = ImportFailed(f"Node '{self.node.name}' ({self.node.op}) cannot be imported: {reason}.")
+        error.node = self.node.name
+        raise error
 
     @property
     def dtype(self) -> str:
