@@ -169,7 +169,7 @@ def find(infos: Sequence[NodeInfo], options: Options, keep: Iterable[str] = (), 
     covered = {n for c in clusters for n in c.nodes}
     left = [LeftOut(i.name, i.op, i.why or reasons.get(i.name, "it computes only a shape that TensorFlow's ops read"))
             for i in net.order if i.name not in covered and i.computes]
-    return Found(clusters, left, frozenset(covered - live))
+    return Found(clusters, left, frozenset(net.by_name) - live)  # a shape that nothing reads any more goes too
 
 
 @dataclass
@@ -206,6 +206,11 @@ class _Net:
     def is_copy(self, name: str) -> bool:
         """Copied into its readers (Shape ops are decided per cluster)."""
         return name in self.chain or self.by_name[name].small_const
+
+    def always_copied(self, name: str) -> bool:
+        """A Shape op that belongs to no cluster: its readers' clusters compute it themselves."""
+        i = self.by_name[name]
+        return i.op in SHAPE_OPS and i.why is None and name not in self.member
 
     def key(self, name: str) -> tuple[str, Context]:
         return self.by_name[name].device, self.context[name]
@@ -247,7 +252,7 @@ class _Net:
         if src in self.chain:
             return [n for leaf in self.leaves[src] for n in self._effective(leaf, reader)] + [*self.ties[src]]
         controls = self.copy_controls(src)
-        if self.by_name[src].op in SHAPE_OPS and src not in self.member:
+        if self.always_copied(src):
             return [s for s, _ in self.by_name[src].inputs if not self.by_name[s].small_const] + controls
         return [src, *controls]
 
@@ -457,7 +462,8 @@ def _part(net: _Net, k: int, group: list[str], owner: Mapping[str, int], direct:
             continue
         info = net.by_name[src]
         exact = exact or info.op == "BroadcastGradientArgs"  # must see its shapes symbolically
-        if net.is_copy(src) or (info.op in SHAPE_OPS and _copy_shape(info, owner, direct, exact)):
+        if net.is_copy(src) or net.always_copied(src) or (
+                info.op in SHAPE_OPS and _copy_shape(info, owner, direct, exact)):
             part.copies[src] = None
             part.controls.update((c, None) for c in net.copy_controls(src) if owner.get(c) != k)
             stack.extend((t, exact) for t in reversed(info.inputs))
@@ -483,7 +489,7 @@ def _wanted(net: _Net, live: set[str], parts: list[_Part]) -> set[Tensor]:
 
 
 def _live_originals(net: _Net, owner: Mapping[str, int], parts: list[_Part]) -> set[str]:
-    """Nodes outside the clusters that stay: all but copied ones that nothing outside reads any more."""
+    """Nodes outside the clusters that stay: all but shape arithmetic and constants that nothing outside reads."""
     live: set[str] = set()
     needed = {n for n, _ in net.read} | net.keep | net.pinned | {n for part in parts for n, _ in part.inputs}
     for i in reversed(net.order):
