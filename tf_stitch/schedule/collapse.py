@@ -148,6 +148,7 @@ def _pairs(live: list[int]) -> list[tuple[int, int]]:
 def _tie_boundaries(n: Node, live: Mapping[Node, list[int]], apart: _Classes) -> None:
     """A boundary (node, d) lies after live dim d.  Joined boundaries merge together or not at all."""
     if n.op == "reshape":
+        _match_runs(n, live, apart)
         return
     maps = [{here: there for j, there, here in _ties(n) if j == k} for k in range(len(n.inputs))]
     rigid = {(x, d) for x, d in _named_dims(n)} if n.op not in _WHOLE else {
@@ -166,6 +167,17 @@ def _tie_boundaries(n: Node, live: Mapping[Node, list[int]], apart: _Classes) ->
                 _match(x, (a, b), n, (back.get(a), back.get(b)), live, apart)
             elif n.op == "dot":
                 _match_contracted(n, k, (a, b), live, apart)
+
+
+def _match_runs(n: Node, live: Mapping[Node, list[int]], apart: _Classes) -> None:
+    """A reshape keeps the boundaries between runs of dims of equal size: both sides merge there or neither does."""
+    x = n.inputs[0]
+    if D.product(n.shape) == 0:
+        return
+    for here, there in rules.factor(n.shape, x.shape)[:-1]:
+        ends = [[d for d in live[y] if d < run.stop] for y, run in ((n, here), (x, there))]
+        if all(ends) and all(len(e) < len(live[y]) for e, y in zip(ends, (n, x), strict=True)):
+            apart.join((n, ends[0][-1]), (x, ends[1][-1]))
 
 
 def _match(x: Node, pair: tuple[int, int], y: Node, other: tuple[int | None, int | None],
