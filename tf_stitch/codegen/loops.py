@@ -16,7 +16,7 @@ from ml_dtypes import finfo
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..schedule.kernel_schedule import Item
-from ..schedule.labels import body_operands, operand_labels
+from ..schedule.labels import Labels, body_operands, operand_labels
 from ..schedule.rules import VIEWS, Index
 from ..schedule.storage import HEAVY
 from ..schedule.tile import guess
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PIECE = 4096  # the most elements that one float accumulator chain sums before it is added to another
 GROUP = 64  # the same where accumulators are per lane
 STRIP = 256  # TS_STRIP of ts_host.h
+TILE = 16  # lanes of one tile of a transpose: a cache line of float32
 MAX_ROWS = 5  # TS_ROWS5 is the largest
 
 
@@ -58,8 +59,8 @@ class Loops:
         if not self.loops:
             return None
         score = dict.fromkeys(self.loops, 0.0)
-        for labels, weight in self._touched():
-            if not set(self.loops) <= set(labels):
+        for labels, covered, weight in self._touched():
+            if not set(self.loops) <= covered:
                 weight *= 0.1  # read once for many elements
             for k, d in enumerate(labels):
                 if d in score:
@@ -69,20 +70,25 @@ class Loops:
                 score[d] -= 2
         return max(self.loops, key=lambda d: (score[d], d))
 
-    def _touched(self) -> Iterator[tuple[tuple[int | None, ...], float]]:
+    def _touched(self) -> Iterator[tuple[Labels, set[int | None], float]]:
+        """Memory that an element touches: its labels, the loops that its index depends on, and a weight.
+
+        An index computed otherwise (a gather, a shifted slice) depends on what the value read there depends on.
+        """
         seen = set()
         for item in self.stage.items:
-            yield item.mapped, 1.5
-            stack = list(body_operands(item))
+            yield item.mapped, set(item.mapped), 1.5
+            stack = [(n, labels, set(labels)) for n, labels in body_operands(item)]
             while stack:
-                n, labels = stack.pop()
+                n, labels, covered = stack.pop()
                 if (n, labels) in seen:
                     continue
                 seen.add((n, labels))
                 if self.e.in_memory(n):
-                    yield labels, 1.0
+                    yield labels, covered, 1.0
                 else:
-                    stack.extend(operand_labels(n, labels))
+                    stack.extend((x, inner, covered if None in inner else set(inner))
+                                 for x, inner in operand_labels(n, labels))
 
     def _group_size(self) -> int:
         """Threads that share a row on a GPU: a power of two that the lanes fill."""
@@ -140,10 +146,33 @@ class Loops:
             kept, folded)
 
     def _map(self, kept: list[int], folded: list[int]) -> None:
+        across = self._across()
+        if across is not None:
+            self._map_tiles(kept, across)
+            return
         with self.rows([d for d in kept if d != self.lane], self.lanes), ExitStack() as stack:
             if self.lane is not None:
                 stack.enter_context(self.lane_loop())
             self._maps(self.index)
+
+    def _across(self) -> int | None:
+        """The loop along which some operand is contiguous while the lanes jump: the other side of a transpose."""
+        if self.lane is None or not self.e.kernel.target.is_host:
+            return None
+        votes = [labels[-1] for labels, *_ in self._touched()
+                 if labels and labels[-1] not in (None, self.lane) and self.lane in labels]
+        return max((d for d in votes if d in self.loops and guess(self.box[d][1]) >= TILE // 2), default=None)
+
+    def _map_tiles(self, kept: list[int], across: int) -> None:
+        """A few lanes at a time, so that the lines which the other side touches stay in the cache."""
+        assert self.lane is not None
+        off, ext = self.box[self.lane]
+        o, x = self.e.factor(off), self.e.factor(ext)
+        with self.rows([d for d in kept if d not in (self.lane, across)], self.lanes), \
+                self.scopes.block(f"TS_STEPS(t, {o}, {x}, {TILE})"), self.serial(across):
+            even = isinstance(ext, int) and ext % TILE == 0
+            with self.lane_loop("", f"t, {TILE}" if even else f"t, ts_imin({TILE}, {o} + {x} - t)"):
+                self._maps(self.index)
 
     def _maps(self, index: Index) -> None:
         for item in self.stage.items:

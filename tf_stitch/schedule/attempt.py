@@ -21,7 +21,7 @@ from .tile import Axis, Tags, Tile, axes_of, guess
 
 BLOCK_OVERHEAD = 300  # element operations that starting a block costs
 STAGE_OVERHEAD = 30
-LINE = 64  # bytes of a cache line: a shorter contiguous run still moves a line
+LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
 
 
 class Attempt:
@@ -184,7 +184,8 @@ class Attempt:
 
     def _estimate(self, stages: Sequence[Stage]) -> Dim:
         """Sets ``time`` and ``waste``; returns the cost of a block in cycles of one host core."""
-        env = {f"ts_b{a.number}": 0 for a in self.axes} | {f"ts_e{a.number}": a.chunk for a in self.axes}
+        env = {f"ts_b{a.number}": 0 for a in self.axes} | {
+            f"ts_e{a.number}": max(min(a.chunk, guess(a.size)), 1) for a in self.axes}
         block, once, least, cost = BLOCK_OVERHEAD, 0, 0, BLOCK_OVERHEAD * 8
         for s in stages:
             per, loads = self._stage_weight(s, env)
@@ -229,7 +230,11 @@ class Attempt:
         run = min(run, guess(n.shape[-1]))
         if run >= guess(n.shape[-1]) or run * size >= LINE:
             return 0.0
-        return LINE / (max(run, 1) * size)
+        often = 1.0  # the share of the stage's iterations that read another element
+        if None not in labels:
+            for d in set(range(len(stage.box))) - set(labels):
+                often /= max(_number(stage.box[d][1], env), 1)
+        return often * LINE / (max(run, 1) * size)
 
 
 def _number(d: Dim, env: Mapping[str, int]) -> int:

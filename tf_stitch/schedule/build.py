@@ -13,10 +13,12 @@ from .attempt import Attempt
 from .collapse import collapse
 from .domain import domain
 from .kernel_schedule import KernelSchedule, Part
+from .labels import Labels, operand_labels
 from .storage import HEAVY, SOURCES, Storage
 from .target import Target
 from .tile import Tags, candidates, guess
 
+LINES = 128  # bytes that a block should own at least along a contiguous dim: two cache lines
 GOOD_ENOUGH = 1.2  # a tile that computes at most this many times the least work ends the search
 
 
@@ -76,8 +78,8 @@ def _build_part(nodes: list[Node], outputs: list[Node], target: Target) -> Part:
     share = max(guess(primary.size), 1)
     per_block = min(max(total // target.min_blocks, target.block_work // 4), target.block_work)
     elements = max(per_block * share // max(total, share), 1)
-    wide = sorted({t for n in nodes for t in _contiguous_tags(n, tags)} - {primary.rank - 1})
-    least = max(target.vector_bytes // min(DTYPES[n.dtype].size for n in nodes), 16)
+    wide = _contiguous_dims(primary, nodes)
+    least = max(LINES // max(DTYPES[n.dtype].size for n in nodes), 16)
     storage = Storage(nodes, outputs)
     best: Attempt | None = None
     reason = f"No tile of '{primary.origin or primary}' gives a schedule; split the group."
@@ -124,8 +126,21 @@ def _spread(primary: Node, nodes: Sequence[Node]) -> dict[Node, Tags]:
     return {n: tuple(t) for n, t in tags.items()}
 
 
-def _contiguous_tags(node: Node, tags: dict[Node, Tags]) -> list[int]:
-    """Primary dims along which operands of a transpose or dot are contiguous in memory."""
-    if node.op not in ("transpose", "dot"):
-        return []
-    return [t for x in node.inputs if x.rank and (t := tags.get(x, (None,) * x.rank)[-1]) is not None]
+def _contiguous_dims(primary: Node, nodes: Sequence[Node]) -> list[int]:
+    """Dims of the primary along which it or an input that it depends on is contiguous in memory."""
+    members = set(nodes)
+    found = {primary.rank - 1} if primary.rank else set()
+    seen: set[tuple[Node, Labels]] = set()
+    stack: list[tuple[Node, Labels]] = [(primary, tuple(range(primary.rank)))]
+    while stack:
+        n, labels = stack.pop()
+        if (n, labels) in seen:
+            continue
+        seen.add((n, labels))
+        if n in members:
+            stack.extend(operand_labels(n, labels))
+        elif labels and labels[-1] is not None and n.rank > 1:
+            found.add(labels[-1])
+    if primary.rank and not any(labels and labels[-1] == primary.rank - 1 for n, labels in seen if n not in members):
+        found.discard(primary.rank - 1)  # rows of a reduction: any number of results will do
+    return sorted(found)

@@ -31,6 +31,11 @@ def body_operands(item: Item) -> list[tuple[Node, Labels]]:
 def operand_labels(n: Node, labels: Labels) -> list[tuple[Node, Labels]]:
     """The operands of an inlined node with their labels."""
     out: list[list[int | None]] = [[None] * x.rank for x in n.inputs]
+    if n.op == "reshape" and n.rank and n.inputs[0].rank:
+        for here, there in rules.factor(n.shape, n.inputs[0].shape):
+            if here and there:  # the last dims of a run are contiguous on both sides
+                out[0][there[-1]] = labels[here[-1]]
+        return [(n.inputs[0], tuple(out[0]))]
     for k, there, here in rules.ties(n):
         out[k][there] = labels[here]
     return [(x, tuple(o)) for x, o in zip(n.inputs, out, strict=True)]
