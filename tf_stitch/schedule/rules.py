@@ -107,25 +107,21 @@ def _from_interval(start: Dim, length: Dim, shape: Shape) -> Box:
         rest = D.product(shape[k + 1:])
         if rest == 0:
             break
-        if D.mod(start, rest) == 0 and D.mod(length, rest) == 0:
-            lead, left = [], D.floordiv(start, rest)
-            for d in reversed(shape[:k]):
-                left, r = D.floordiv(left, d), D.mod(left, d)
-                lead.append(r)
-            first = (D.mod(left, size), D.floordiv(length, rest)) if k else (left, D.floordiv(length, rest))
-            if not k:
-                return (first, *full(shape[1:]))
-            # the interval must not cross into the next row of dim k - 1
-            inner = D.floordiv(start, rest)
-            off = D.mod(inner, size)
-            if not D.prove_le(off + first[1], size) and D.mod(size, first[1]) != 0:
-                continue
-            up = D.floordiv(inner, size)
-            spans: list[Span] = []
-            for d in reversed(shape[1:k]):
-                spans.insert(0, (D.mod(up, d), 1))
-                up = D.floordiv(up, d)
-            return ((up, 1), *spans, (off, first[1]), *full(shape[k + 1:]))
+        if D.mod(start, rest) != 0 or D.mod(length, rest) != 0:
+            continue
+        first, many = D.floordiv(start, rest), D.floordiv(length, rest)
+        if k == 0:
+            return ((first, many), *full(shape[1:]))
+        off = D.mod(first, size)
+        stays = D.prove_le(off + many, size) or (D.mod(size, many) == 0 and D.mod(first, many) == 0)
+        if many == 0 or not stays:  # it may cross into the next row of dim k - 1
+            continue
+        lead: list[Span] = []
+        up = D.floordiv(first, size)
+        for d in reversed(shape[1:k]):
+            lead.insert(0, (D.mod(up, d), 1))
+            up = D.floordiv(up, d)
+        return ((up, 1), *lead, (off, many), *full(shape[k + 1:]))
     return full(shape)
 
 
