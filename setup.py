@@ -16,6 +16,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -48,13 +49,16 @@ def compiler() -> str:
 
 def tensorflow_flags() -> tuple[list[str], list[str]]:
     """(compile, link) flags of the installed TensorFlow; its headers count as system headers."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    import tensorflow as tf
-
+    ask = ("import json, tensorflow as tf; "
+           "print(json.dumps([tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags()]))")
+    result = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"TensorFlow is installed but cannot be imported:\n{result.stderr}")
+    given, link_flags = json.loads(result.stdout.splitlines()[-1])
     compile_flags: list[str] = []
-    for flag in tf.sysconfig.get_compile_flags():
+    for flag in given:
         compile_flags += ["-isystem", flag[2:]] if flag.startswith("-I") else [flag]
-    return compile_flags, tf.sysconfig.get_link_flags()
+    return compile_flags, link_flags
 
 
 class Builder:
