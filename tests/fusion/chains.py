@@ -116,3 +116,51 @@ def embedding_sum_norm(batch=None, length=None, words=100, width=64):
 
 CHAINS = [norm_gelu_softmax, batch_norm_hswish, residual_relu, pooled_norm, squeeze_excite_gate, masked_softmax,
           lstm_gates, gru_gates, split_heads, embedding_sum_norm]
+
+
+def norm_backward(rows=None, cols=256):
+    """Gradients of a row normalisation: one per element, and two that sum over rows."""
+    b = Builder()
+    x, dy, g = b.param([rows, cols], "float32"), b.param([rows, cols], "float32"), b.param([cols], "float32")
+    mean = b.ew("mul", b.reduce("sum", x, [-1], True), 1.0 / cols)
+    centred = b.ew("sub", x, mean)
+    var = b.ew("mul", b.reduce("sum", b.ew("mul", centred, centred), [-1], True), 1.0 / cols)
+    inv = b.ew("rsqrt", b.ew("add", var, 1e-5))
+    hat = b.ew("mul", centred, inv)
+    dhat = b.ew("mul", dy, g)
+    m1 = b.ew("mul", b.reduce("sum", dhat, [-1], True), 1.0 / cols)
+    m2 = b.ew("mul", b.reduce("sum", b.ew("mul", dhat, hat), [-1], True), 1.0 / cols)
+    dx = b.ew("mul", inv, b.ew("sub", b.ew("sub", dhat, m1), b.ew("mul", hat, m2)))
+    return b.finish([dx, b.reduce("sum", b.ew("mul", dy, hat), [0]), b.reduce("sum", dy, [0])], "norm_backward")
+
+
+def batch_norm_training(batch=32, side=14, channels=64):
+    """Batch statistics, the normalised map and the new running averages."""
+    b = Builder()
+    x = b.param([batch, side, side, channels], "float32")
+    gamma, beta, old_mean, old_var = (b.param([channels], "float32") for _ in range(4))
+    scale = 1.0 / ((batch or 1) * side * side)
+    mean = b.ew("mul", b.reduce("sum", x, [0, 1, 2]), scale)
+    centred = b.ew("sub", x, mean)
+    var = b.ew("mul", b.reduce("sum", b.ew("mul", centred, centred), [0, 1, 2]), scale)
+    y = b.ew("add", b.ew("mul", b.ew("mul", centred, b.ew("rsqrt", b.ew("add", var, 1e-3))), gamma), beta)
+
+    def running(old, new):
+        return b.ew("add", b.ew("mul", old, 0.9), b.ew("mul", new, 0.1))
+
+    return b.finish([b.ew("max", y, 0.0), running(old_mean, mean), running(old_var, var)], "batch_norm_training")
+
+
+def cross_entropy(batch=None, classes=1000):
+    """Mean loss of one-hot labels and its gradient."""
+    b = Builder()
+    x, labels = b.param([batch, classes], "float32"), b.param([batch], "int32")
+    shifted = b.ew("sub", x, b.reduce("max", x, [-1], True))
+    e = b.ew("exp", shifted)
+    total = b.reduce("sum", e, [-1], True)
+    hot = b.cast(b.ew("eq", b.iota(x.shape, 1, "int32"), b.reshape(labels, [x.shape[0], 1])), "float32")
+    loss = b.reduce("sum", b.ew("mul", hot, b.ew("sub", b.ew("log", total), shifted)), [0, 1])
+    return b.finish([loss, b.ew("sub", b.ew("div", e, total), hot)], "cross_entropy")
+
+
+TRAINING = [norm_backward, batch_norm_training, cross_entropy]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.fusion.chains import CHAINS
+from tests.fusion.chains import CHAINS, TRAINING
 from tests.ir_graphs import Case, assert_matches, free_symbols, random_case, random_inputs
 from tf_stitch.backend import host
 from tf_stitch.compiler import compile_together
@@ -60,7 +60,7 @@ def test_random_graphs_run_as_the_interpreter_says(batch):
 
 
 def test_chains_of_models_run_for_several_batches():
-    graphs = [make() for make in CHAINS]
+    graphs = [make() for make in (*CHAINS, *TRAINING)]
     programs = compile_together(graphs, NATIVE)
     for graph, program in zip(graphs, programs, strict=True):
         for sizes in (0, 1, 3, 17):

@@ -92,10 +92,11 @@ def compute_ns(node: Node, machine: Machine, env: Mapping[str, int]) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """Independent blocks that together take ``ns`` on one core."""
+    """Independent blocks that together take ``ns`` on one core, after ``serial_ns`` that every core spends."""
 
     blocks: int
     ns: float
+    serial_ns: float = 0.0
 
 
 def part_loads(scheduled: Any, machine: Machine, env: Mapping[str, int]) -> list[Load]:
@@ -103,24 +104,39 @@ def part_loads(scheduled: Any, machine: Machine, env: Mapping[str, int]) -> list
 
     Reads what schedule.build returns by attribute: parts of blocks, stages over boxes, and kept nodes.
     """
-    return [Load(value_of(p.blocks, env), _part_ns(p, scheduled, machine, env))
-            for p in getattr(scheduled, "parts", ())]
+    loads: list[Load] = []
+    for part in getattr(scheduled, "parts", ()):
+        loads.extend(_part_loads(part, scheduled, machine, env))
+    return loads
 
 
-def _part_ns(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, int]) -> float:
+def _part_loads(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, int]) -> list[Load]:
     blocks = value_of(part.blocks, env)
+    counts = {a.number: max(1, value_of(a.count, env)) for a in part.axes}
     stop = part.kept | set(scheduled.inputs)
-    total = 0.0
+    work: dict[int, float] = {blocks: 0.0}  # by how many blocks share it
+    serial = 0.0
     for stage in part.stages:
         sizes = [value_of(d, env) for d in stage.shape]
         box = [min(size, value_of(extent, env)) for size, (_, extent) in zip(sizes, stage.box, strict=True)]
         once = math.prod(sizes)
-        done = math.prod(box) * (1 if stage.hoisted else blocks)
-        repeats = max(1.0, done / once) if once and not stage.once else 1.0
-        for item in stage.items:
-            for n in _inlined(item, stop):
-                evaluations = min(once, value_of(n.size, env)) if n is not item.node else once
-                total += evaluations * repeats * machine.op_time.get(OPS[n.op].cost, machine.op_time[CHEAP])
+        sharing = max(1, blocks // math.prod(counts[k] for k in stage.once))
+        done = math.prod(box) * (1 if stage.hoisted else sharing)
+        ns = max(1.0, done / once) * _once_ns(stage, once, stop, machine, env) if once else 0.0
+        if stage.hoisted:
+            serial += ns  # every call does it, whatever its share of the blocks
+        else:
+            work[sharing] = work.get(sharing, 0.0) + ns
+    return [Load(b, ns, serial if b == blocks else 0.0) for b, ns in work.items()]
+
+
+def _once_ns(stage: Any, elements: int, stop: set[Node], machine: Machine, env: Mapping[str, int]) -> float:
+    """Time of a stage over its whole domain, on one core."""
+    total = 0.0
+    for item in stage.items:
+        for n in _inlined(item, stop):
+            evaluations = elements if n is item.node else min(elements, value_of(n.size, env))
+            total += evaluations * machine.op_time.get(OPS[n.op].cost, machine.op_time[CHEAP])
     return total
 
 
@@ -147,8 +163,10 @@ class Estimate:
 def _spread(parts: list[Load], cores: int) -> tuple[float, float]:
     """(cores kept busy, time to compute) when the blocks of all parts share ``cores``."""
     work = sum(p.ns for p in parts)
+    serial = sum(p.serial_ns for p in parts)
     longest = max(p.ns / max(1, min(cores, p.blocks)) for p in parts)
-    return max(1.0, min(cores, work / longest)) if longest else cores, max(longest, work / cores)
+    spent = serial + max(longest, work / cores)
+    return max(1.0, min(cores, (serial + work) / spent)) if spent else cores, spent
 
 
 class CostModel:
@@ -202,6 +220,10 @@ class CostModel:
     def copy_ns(self, nodes: Iterable[Node]) -> float:
         """Time to compute ``nodes`` once more, on one core, in the units of Estimate."""
         return len(self.cores) * sum(sum(self._compute(n)) for n in nodes)
+
+    def bytes_of(self, node: Node) -> int:
+        """Bytes of a value where unknown dims are large."""
+        return max(self._bytes(node))
 
     def _compute(self, node: Node) -> tuple[float, ...]:
         if node not in self.compute:

@@ -127,21 +127,44 @@ class Partition:
             self._own(u)
         return fresh
 
-    def let_float(self, unit: Unit) -> None:
-        """Dissolves a unit: from now on every reader computes its nodes for itself."""
-        self.units.discard(unit)
-        self.floating.update(unit.nodes)
-        for n in unit.nodes:
+    def let_float(self, nodes: Iterable[Node]) -> None:
+        """Takes nodes out of their units: from now on every reader computes them for itself."""
+        nodes = set(nodes)
+        for u in {self.owner[n] for n in nodes}:
+            self.replace(u, [left] if (left := u.nodes - nodes) else [])
+        for n in nodes:
             del self.owner[n]
+        self.floating |= nodes
         self._connect()
+
+    def state(self) -> tuple:
+        """What :meth:`restore` needs to come back to this partition."""
+        return set(self.floating), dict(self.owner), set(self.units), self._sources, self.users
+
+    def restore(self, state: tuple) -> None:
+        """Comes back to an earlier partition."""
+        self.floating, self.owner, self.units, self._sources, self.users = state
+
+    def around(self, nodes: Iterable[Node]) -> set[Unit]:
+        """Units that hold, read or feed any of ``nodes``, floating or not."""
+        out: set[Unit] = set()
+        for n in nodes:
+            if n in self.owner:
+                out.add(self.owner[n])
+            out |= {self.owner[s] for s in self.sources(n) if s in self.owner}
+        readers = set(nodes)
+        for m in self.order:
+            if m in self.floating and any(i in readers for i in m.inputs):
+                readers.add(m)
+        return out | {u for m, u in self.owner.items() if any(i in readers for i in m.inputs)}
 
     def written(self, nodes: frozenset[Node]) -> list[Node]:
         """Members of a would-be unit that something outside of it reads, in order."""
         out = [n for n in nodes if n in self.required or not self.users[n] <= nodes]
         return sorted(out, key=self.rank_of.__getitem__)
 
-    def group(self, nodes: frozenset[Node], copied: frozenset[Node] = frozenset()) -> Group:
-        """The kernel that computes ``nodes``, with its own copies of floating operands and of ``copied``."""
+    def group(self, nodes: frozenset[Node]) -> Group:
+        """The kernel that computes ``nodes``, with its own copies of floating operands."""
         members: set[Node] = set(nodes)
         reads: set[Node] = set()
         stack = list(nodes)
@@ -149,7 +172,7 @@ class Partition:
             for i in stack.pop().inputs:
                 if i in members:
                     continue
-                if i in self.floating or i in copied:
+                if i in self.floating:
                     members.add(i)
                     stack.append(i)
                 else:

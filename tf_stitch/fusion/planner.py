@@ -27,9 +27,10 @@ from .span import spans
 ALONE = frozenset({"conv", "window"})  # library-sized work: a kernel of its own
 DOT_INLINE_WORK = 64 * 64 * 64  # multiply-adds of one batch entry up to which a dot may join a group
 VIEWS = frozenset({"reshape"})
-INDEXING = frozenset({"slice", "transpose", "reverse", "pad", "concat"})  # cost nothing where they are read
+INDEXING = frozenset({"slice", "transpose", "reverse", "pad", "concat", "cast", "select"})
 SLACK = 1.15  # how much more computing a union of many units may do than the units do
 COPY_NODES = 8  # the longest cheap chain that several groups may each compute for themselves
+COPY_BYTES = 1 << 14  # a smaller value costs next to nothing to hand over
 
 Build = Callable[[Group, Any], Any]
 
@@ -91,7 +92,7 @@ class Planner:
         for region in self.regions():
             if not self.take_whole(region):
                 self.grow(region)
-        self.copy_small_producers()
+        self.copy_cheap_values()
         self.merge_layers()
         return [self.planned(u.nodes) for u in self.parts.in_order()]
 
@@ -103,9 +104,9 @@ class Planner:
             self.tried[nodes] = self.attempt(nodes)
         return self.tried[nodes]
 
-    def attempt(self, nodes: frozenset[Node], copied: frozenset[Node] = frozenset()) -> Planned | None:
-        """Schedules ``nodes``, with own copies of ``copied`` where it reads them."""
-        group = self.parts.group(nodes, copied)
+    def attempt(self, nodes: frozenset[Node]) -> Planned | None:
+        """Schedules ``nodes`` as they are now."""
+        group = self.parts.group(nodes)
         try:
             scheduled = self.build(group, self.target)
         except Unschedulable:
@@ -251,24 +252,55 @@ class Planner:
                 fresh = self.parts.replace(u, ([n] for n in u.nodes))
                 self.grow(frozenset(fresh))
 
-    def copy_small_producers(self) -> None:
-        """Lets readers compute a cheap producer themselves where that beats writing and reading it."""
+    def copy_cheap_values(self) -> None:
+        """Lets readers compute cheap values themselves where that beats writing and reading them."""
         for u in reversed(self.parts.in_order()):
-            readers = self.parts.consumers(u)
-            if not readers or not self._copyable(u) or any(_alone(r) for r in readers):
+            if u not in self.parts.units or _alone(u) or (self._copyable(u) and self.try_copies(u.nodes)):
                 continue
-            copies = [self.attempt(r.nodes, u.nodes) for r in readers]
-            before = sum(self.planned(v.nodes).ns for v in (u, *readers))
-            if all(c is not None for c in copies) and sum(c.ns for c in copies if c) <= before:
-                self.parts.let_float(u)
-                self.tried.update({r.nodes: c for r, c in zip(readers, copies, strict=True)})
+            for v in self.parts.written(u.nodes):
+                if v in self.parts.owner and v not in self.parts.required and self._worth_a_copy(v):
+                    self.try_copies(self._chain(v))
 
     def _copyable(self, unit: Unit) -> bool:
         """Nothing in it must be written, and computing it again is cheap or tiny."""
         if unit.nodes & self.parts.required:
             return False
-        cheap = len(unit.nodes) <= COPY_NODES and all(n.op in INDEXING or _cheap(n) for n in unit.nodes)
+        cheap = len(unit.nodes) <= COPY_NODES and all(_cheap(n) for n in unit.nodes)
         return cheap or self.model.copy_ns(unit.nodes) < self.model.launches_ns
+
+    def _worth_a_copy(self, node: Node) -> bool:
+        return _cheap(node) and self.model.bytes_of(node) >= COPY_BYTES
+
+    def _chain(self, node: Node) -> frozenset[Node]:
+        """``node`` and the cheap values of its unit that it is made of, down to values that are written anyway."""
+        unit = self.parts.owner[node]
+        written = set(self.parts.written(unit.nodes))
+        chain: set[Node] = set()
+        stack = [node]
+        while stack and len(chain) < COPY_NODES:
+            n = stack.pop()
+            chain.add(n)
+            stack.extend(s for s in self.parts.sources(n) if s in unit.nodes and s not in chain | written
+                         and self._worth_a_copy(s))
+        return frozenset(chain)
+
+    def try_copies(self, nodes: frozenset[Node]) -> bool:
+        """Lets ``nodes`` float if the kernels around them get faster in sum."""
+        parts = self.parts
+        around = parts.around(nodes)
+        if any(_alone(u) for u in around) or not any(parts.consumers(parts.owner[n]) for n in nodes):
+            return False
+        before, state, tried = sum(self.planned(u.nodes).ns for u in around), parts.state(), dict(self.tried)
+        parts.let_float(nodes)
+        near = parts.around(nodes)
+        stale = frozenset().union(*(u.nodes for u in near), nodes)
+        self.tried = {k: v for k, v in tried.items() if not k & stale}
+        after = [self.candidate(u.nodes) for u in near]
+        if all(after) and sum(a.ns for a in after if a) < before:
+            return True
+        parts.restore(state)
+        self.tried = tried
+        return False
 
     def merge_layers(self) -> None:
         """Merges independent groups of one layer into multi-output kernels; the same blocks go together first."""
@@ -298,8 +330,9 @@ def _alone(unit: Unit) -> bool:
 
 
 def _cheap(node: Node) -> bool:
+    """An element costs little to compute wherever it is read."""
     op = OPS[node.op]
-    return op.elementwise and op.cost <= CHEAP
+    return node.op in INDEXING or (op.elementwise and op.cost <= CHEAP)
 
 
 def _small_dot(node: Node) -> bool:
