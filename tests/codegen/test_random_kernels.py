@@ -1,0 +1,63 @@
+"""Random graphs as one kernel each against the interpreter: many kernels in one compiler run."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.codegen.support import compile_kernels, kernel_of
+from tests.ir_graphs import assert_matches, random_case, random_inputs
+from tf_stitch.errors import Unschedulable
+from tf_stitch.ir import interp
+from tf_stitch.schedule import HOST
+
+CUTS = (0.0, 0.3, 0.31, 1.0)  # blocks may be run in any ranges
+# Small blocks reach edge blocks and axes of every kind with the small sizes of the random graphs.
+TARGETS = {"default": HOST, "small blocks": replace(HOST, block_work=16, min_blocks=4),
+           "little shared memory": replace(HOST, block_work=64, min_blocks=4, shared_bytes=2048)}
+PER_TARGET = 140
+
+
+def _kernels(first: int, target):
+    out = []
+    for seed in range(first, first + PER_TARGET):
+        case = random_case(seed)
+        if all(o.op == "param" for o in case.graph.outputs):
+            continue
+        try:
+            out.append((seed, case, kernel_of(case.graph, target)))
+        except Unschedulable:
+            assert target.shared_bytes < HOST.shared_bytes  # only a block too big for its memory may be refused
+    return out
+
+
+def _check(seed: int, case, kernel, library) -> int:
+    compared = 0
+    for trial in range(3):
+        inputs = random_inputs(case.graph, seed * 10 + trial, special=0.1 if trial == 2 else 0.0)
+        try:
+            env = case.graph.bind(inputs)
+            if not all(guard.holds(env) for guard in case.graph.guards):
+                continue
+            want = interp.run(case.graph, inputs)
+        except (ValueError, IndexError):
+            continue  # sizes that the graph does not allow
+        given = dict(zip(case.graph.params, inputs, strict=True))
+        out, status = library.run(kernel, env, given, CUTS)
+        assert status == 0, f"seed {seed}: status {status}"
+        got = [given[o] if o in given else out[o] for o in case.graph.outputs]
+        try:
+            # specials leave the intervals that the generator reckons with: then only where NaN and Inf are counts
+            assert_matches(case, want, got, slack=2.0 if trial < 2 else 1e9)
+        except AssertionError as e:
+            raise AssertionError(f"seed {seed}, trial {trial}, sizes {env}: {e}\n{kernel.text}") from None
+        compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("number,name", list(enumerate(TARGETS)))
+def test_kernels_match_the_interpreter(number, name):
+    kernels = _kernels(10_000 + 1000 * number, TARGETS[name])
+    library = compile_kernels([k for _, _, k in kernels], ("-O1", "-march=x86-64-v3"))
+    compared = sum(_check(seed, case, kernel, library) for seed, case, kernel in kernels)
+    assert compared > 2 * len(kernels) > PER_TARGET
