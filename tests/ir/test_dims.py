@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tf_stitch.ir import dims as D
 
 N, M, POSITIVE = D.symbol("n"), D.symbol("m"), D.symbol("p", 1)
-I, J = D.symbol("i", 0, N - 1), D.symbol("j", 0, 3)  # noqa: E741
+I, J = D.symbol("i", 0, N - 1), D.symbol("j", 0, 3)
 K = D.symbol("k", 0, D.floordiv(N + 7, 8) - 1)  # a block of eight
 V = D.symbol("v", None)
 RANGED = {"i": I, "j": J, "k": K}
@@ -100,7 +100,7 @@ def test_what_is_proven_holds(a, b, envs):
 
 
 @given(TERMS, TERMS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_arithmetic_laws_hold_syntactically(a, b):
     x, y = a.dim(), b.dim()
     assert x + y == y + x
@@ -111,7 +111,7 @@ def test_arithmetic_laws_hold_syntactically(a, b):
 
 
 @given(TERMS, st.sampled_from(DIVISORS))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_quotient_and_remainder_recombine(a, b):
     x, y = a.dim(), b.dim()
     whole = D.floordiv(x, y) * y + D.mod(x, y)
@@ -133,6 +133,7 @@ def test_substitution_commutes_with_evaluation(term, env):
     (D.floordiv(D.floordiv(N, 3), 4), D.floordiv(N, 12)), (D.mod(D.mod(N, 12), 4), D.mod(N, 4)),
     (D.floordiv(I * 4 + J, 8), D.floordiv(I, 2)), (D.mod(I * 4 + J, 8), 4 * D.mod(I, 2) + J),
     (8 * D.floordiv(N, 8) + D.mod(N, 8), N), (M * 8 * D.floordiv(N, 8) + M * D.mod(N, 8) + 1, M * N + 1),
+    (D.floordiv(N, N + 1), 0), (D.floordiv(I * (M + 2) + M, M + 2), I), (D.mod(I * (M + 2) + M, M + 2), M),
     (D.dmin(N, N + 1), N), (D.dmax(N, 0), N), (D.dmin(3, 5, N + 3), 3), (D.ceildiv(N * 8, 8), N), (D.floordiv(J, 4), 0),
     (D.product([]), 1), (D.product([N, 0]), 0), (N - N, 0), (2 * N - N, N), (D.floordiv(-7, 2), -4), (D.mod(-7, 2), 1),
 ])
@@ -144,7 +145,7 @@ def test_simplifications(got, want):
     (D.dmin(N, 1), N), (3 * D.floordiv(N + 2, 3) - 3, N - 1), (D.dmin(K * 8 + 7, N - 1), N - 1), (K * 8, N - 1),
     (I, N - 1), (0, I * J), (J, 3), (D.mod(N, 4), N), (D.mod(N, 4), 3), (D.floordiv(N, 2), N), (N, D.dmax(N, M)),
     (D.dmin(N, M), D.dmax(N, M)), (0, N - D.dmin(N, 2)), (1, POSITIVE), (0, POSITIVE - 1), (N, 8 * D.ceildiv(N, 8)),
-    (D.floordiv(I, 4), D.floordiv(N - 1, 4)),
+    (D.floordiv(I, 4), D.floordiv(N - 1, 4)), (V, V + I), (V, D.dmax(V, N)),
 ])
 def test_proofs(low, high):
     assert D.prove_le(low, high)
@@ -152,7 +153,7 @@ def test_proofs(low, high):
 
 @pytest.mark.parametrize(("low", "high"), [
     (1, N), (N, M), (V, N), (0, V), (I, N - 2), (N, 8 * D.floordiv(N, 8)), (D.dmax(N, M), N), (K * 8 + 7, N - 1),
-    (1, D.mod(N, 4)), (N * M, N * N),
+    (1, D.mod(N, 4)), (N * M, N * N), (0, D.floordiv(I - N, POSITIVE)), (V * N, V * N + 1 + V),
 ])
 def test_what_need_not_hold_is_not_proven(low, high):
     assert not D.prove_le(low, high)

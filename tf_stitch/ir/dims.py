@@ -8,9 +8,10 @@ simplified with those ranges, which is what keeps div and mod out of inner loops
 """
 from __future__ import annotations
 
+import collections
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Union
 
@@ -152,16 +153,17 @@ def _make(terms: Mapping[Monomial, int]) -> Dim:
 def _recombine(terms: Mapping[Monomial, int], m: Monomial, c: int, mod_atom: Func) -> Dim | None:
     """``c*M*(b*div(r,b) + mod(r,b))`` is ``c*M*r``: takes the two together when both are there."""
     r, b = mod_atom.args
-    if not any(isinstance(a, Func) and a.kind == "div" for other in terms for a, _ in other):
+    divs = {a for other in terms for a, _ in other if isinstance(a, Func) and a.kind == "div"}
+    if not divs:
         return None
     rest = _make({tuple(f for f in m if f[0] != mod_atom): c})
-    left = dict(terms)
-    for other, k in _terms(rest * b * floordiv(r, b)):
-        if left.get(other) != k:
-            return None
-        del left[other]
-    del left[m]
-    return _make(left) + rest * r
+    same_remainder = [a.args[0] for a in divs if a.args[1] == b and a.args[0] != r and mod(*a.args) == _atom(mod_atom)]
+    for whole in (r, *sorted(same_remainder, key=str)):
+        left = dict(terms)
+        if all(left.pop(other, None) == k for other, k in _terms(rest * b * floordiv(whole, b))) and m in left:
+            del left[m]
+            return _make(left) + rest * whole
+    return None
 
 
 def _combine(a: Dim, b: Dim, sign: int) -> Dim:
@@ -204,21 +206,43 @@ def product(dims: Iterable[Dim]) -> Dim:
     return functools.reduce(lambda a, b: a * b, dims, 1)
 
 
-def divmod_exact_part(a: Dim, b: Dim) -> tuple[Dim, Dim]:
-    """Returns (q, r) with ``a == q*b + r``, q taking every term of ``a`` that ``b``'s lead divides."""
-    lead, lead_c = _terms(b)[0]
-    quotient: dict[Monomial, int] = {}
-    rest = a
+def _division_steps(a: Dim, b: Dim) -> Iterator[tuple[Dim, Dim]]:
+    """Pairs (q, r) with ``a == q*b + r``, one more term of ``a`` divided in each, terms of high degree first."""
+    lead, lead_c = max(_terms(b), key=_degree)
+    quotient: Dim = 0
     for _ in range(64):  # each step removes a term; the bound only guards against a bug
-        for m, c in _terms(rest):
+        for m, c in sorted(_terms(a), key=_degree, reverse=True):
             q = _div_monomials(m, lead)
             if q is not None and c // lead_c and (c % lead_c == 0 or b == lead_c):
-                quotient[q] = quotient.get(q, 0) + c // lead_c
-                rest = rest - _make({q: c // lead_c}) * b
+                step = _make({q: c // lead_c})
+                quotient, a = quotient + step, a - step * b
+                yield quotient, a
                 break
         else:
-            break
-    return _make(quotient), rest
+            return
+
+
+def _degree(term: tuple[Monomial, int]) -> int:
+    return sum(p for _, p in term[0])
+
+
+@_memo
+def divmod_exact_part(a: Dim, b: Dim) -> tuple[Dim, Dim]:
+    """Returns (q, r) with ``a == q*b + r``, q taking every term of ``a`` that ``b``'s lead divides."""
+    last = collections.deque(_division_steps(a, b), maxlen=1)
+    return last[0] if last else (0, a)
+
+
+def _divmod(a: Dim, b: Dim) -> tuple[Dim, Dim, bool]:
+    """(q, r, whether ``0 <= r < b``) with ``a == q*b + r``."""
+    if _within(a, b):
+        return 0, a, True
+    if len(_terms(b)) > 1:  # taking a term out leaves others behind: stop as soon as the rest is small
+        for q, r in _division_steps(a, b):
+            if r == 0 or _within(r, b):
+                return q, r, True
+    q, r = divmod_exact_part(a, b)
+    return q, r, r == 0 or _within(r, b)
 
 
 @_memo
@@ -233,8 +257,8 @@ def floordiv(a: Dim, b: Dim) -> Dim:
             return a // b
     if a == 0 or a == b:
         return 0 if a == 0 else 1
-    q, r = divmod_exact_part(a, b)
-    if r == 0 or _within(r, b):
+    q, r, done = _divmod(a, b)
+    if done:
         return q
     common = _common_factor(r, b)
     if common is not None:
@@ -254,8 +278,9 @@ def mod(a: Dim, b: Dim) -> Dim:
         return a % b
     if b == 1 or a == 0 or a == b:
         return 0
-    r = divmod_exact_part(_without_inner_mod(a, b), b)[1]
-    if r == 0 or _within(r, b):
+    a = _without_inner_mod(a, b)
+    _, r, done = _divmod(a, b)
+    if done:
         return r
     common = _common_factor(r, b)
     if common is not None:
@@ -339,27 +364,32 @@ def dmax(*dims: Dim) -> Dim:
 
 # --- bounds ----------------------------------------------------------------------------------------
 #
-# A *ranged* atom has an upper bound (a loop variable, a remainder); a *free* one has none (a tensor dim) and
-# stands for itself in bounds.
+# A *free* atom has no upper bound (a tensor dim, or a function of such): it stands for itself in bounds.  The
+# others are *ranged* (a loop variable, a remainder): they are replaced by what bounds them.
+
+@_memo
+def _is_free(atom: Atom) -> bool:
+    if isinstance(atom, Symbol):
+        return atom.hi is None
+    return atom.kind != "mod" and all(_is_free(a) for d in atom.args for m, _ in _terms(d) for a, _ in m)
+
 
 @_memo
 def _bounds_of_atom(atom: Atom) -> tuple[Dim | None, Dim | None]:
-    """(lower, upper); no upper bound means free, no lower bound means nothing is known."""
+    """(lower, upper), None where nothing is known.  A free atom's lower bound is an int or None."""
     if isinstance(atom, Symbol):
         return atom.lo, atom.hi
+    if _is_free(atom):
+        return _least_int(atom), None
     if atom.kind == "mod":
         return 0, atom.args[1] - 1
     lows, highs = [lower(a) for a in atom.args], [upper(a) for a in atom.args]
     if atom.kind == "div":
         lo = None if lows[0] is None else floordiv(lows[0], atom.args[1])
         hi = None if highs[0] is None else floordiv(highs[0], atom.args[1])
-    else:
-        fold, one_low = (dmin, False) if atom.kind == "min" else (dmax, True)
-        lo, hi = _fold_known(fold, lows, one_low), _fold_known(fold, highs, not one_low)
-    itself = _atom(atom)
-    if hi == itself or (lo is not None and not is_static(lo) and itself in (lo, hi)):
-        return _least_int(atom), None  # free: made of free symbols only
-    return lo, hi
+        return lo, hi
+    fold, one_low = (dmin, False) if atom.kind == "min" else (dmax, True)
+    return _fold_known(fold, lows, one_low), _fold_known(fold, highs, not one_low)
 
 
 def _fold_known(fold: Callable[..., Dim], parts: list[Dim | None], one_is_enough: bool) -> Dim | None:
@@ -389,10 +419,6 @@ def _int_below(d: Dim) -> int | None:
     return total
 
 
-def _is_free(atom: Atom) -> bool:
-    return _bounds_of_atom(atom)[1] is None
-
-
 def _nonneg_atom(atom: Atom) -> bool:
     lo = _bounds_of_atom(atom)[0]
     return lo is not None and (lo >= 0 if isinstance(lo, int) else prove_nonneg(lo))
@@ -407,9 +433,9 @@ def _extreme(d: Dim, want_upper: bool) -> Dim | None:
         value: Dim = c
         for atom, p in m:
             lo, hi = _bounds_of_atom(atom)
-            if lo is None:
+            bound = _atom(atom) if _is_free(atom) else hi if want_upper == (c > 0) else lo
+            if bound is None:
                 return None
-            bound = _atom(atom) if hi is None else hi if want_upper == (c > 0) else lo
             for _ in range(p):
                 value = value * bound
         total = total + value
@@ -452,8 +478,10 @@ def _plainly_nonneg(d: Dim) -> bool:
         value: Dim = c
         for atom, p in m:
             lo = _bounds_of_atom(atom)[0]
+            if not isinstance(lo, int):
+                return False
             for _ in range(p):
-                value = value * (_atom(Symbol(f"|{atom.key}|")) + (lo if isinstance(lo, int) else 0))
+                value = value * (_atom(Symbol(f"|{atom.key}|")) + lo)
         shifted = shifted + value
     return all(c >= 0 for _, c in _terms(shifted))
 

@@ -454,7 +454,8 @@ def _divide_by_power_of_two(s: Simplifier, n: Node) -> Node | None:
     c = splat_of(y)
     if c is None or not np.isfinite(c) or c == 0 or np.frexp(np.abs(np.float64(c)))[0] != 0.5:
         return None
-    inverse = np.asarray(1 / np.float64(c)).astype(DTYPES[n.dtype].numpy)
+    with np.errstate(over="ignore"):
+        inverse = np.asarray(1 / np.float64(c)).astype(DTYPES[n.dtype].numpy)
     exact = np.isfinite(inverse) and abs(float(inverse)) >= float(_smallest_normal(n.dtype))
     return s.make("mul", [x, s.splat(inverse, n)], of=n) if exact and float(inverse) * float(c) == 1 else None
 
