@@ -222,16 +222,15 @@ class _Net:
                 self.chain.add(name)
                 found = dict.fromkeys(leaf for src, _ in i.inputs for leaf in self._leaves_of(src))
                 self.leaves[name] = tuple(found)
-                tied = [c for src, _ in i.inputs for c in (*self.ties.get(src, ()), *self.copy_controls(src))]
+                tied = [c for src, _ in i.inputs for c in self.ties.get(src, self.copy_controls(src))]
                 self.ties[name] = tuple(dict.fromkeys([*tied, *self.copy_controls(name)]))
             elif i.op not in SHAPE_OPS or self._shape_of_member(i):
                 self.member.add(name)
         before = dict.fromkeys(i.controls)
         for src, _ in i.inputs:
-            if is_back_edge(self.by_name[src].op, i.op):
-                continue
-            before.update(dict.fromkeys(self._effective(src, name)))
-        self.before[name] = tuple(n for n in before if not self.by_name[n].small_const)
+            if not is_back_edge(self.by_name[src].op, i.op):
+                before.update(dict.fromkeys(self._effective(src) if name in self.member else [src]))
+        self.before[name] = tuple(before)
 
     def _is_chain(self, i: NodeInfo) -> bool:
         return i.symbolic and i.small_integer and bool(i.inputs) and i.name not in self.keep and all(
@@ -245,22 +244,19 @@ class _Net:
     def _leaves_of(self, name: str) -> tuple[str, ...]:
         return (name,) if self.by_name[name].op in SHAPE_OPS else self.leaves.get(name, ())
 
-    def _effective(self, src: str, reader: str) -> list[str]:
-        """What ``reader`` waits for through ``src``: copies stand for what they read."""
-        if reader not in self.member and reader not in self.chain:
-            return [src]
+    def _effective(self, src: str) -> list[str]:
+        """What a member waits for through ``src``: copies stand for what they read."""
+        if self.by_name[src].small_const:
+            return [*self.copy_controls(src)]
         if src in self.chain:
-            return [n for leaf in self.leaves[src] for n in self._effective(leaf, reader)] + [*self.ties[src]]
-        controls = self.copy_controls(src)
+            return [n for leaf in self.leaves[src] for n in self._effective(leaf)] + [*self.ties[src]]
         if self.always_copied(src):
-            return [s for s, _ in self.by_name[src].inputs if not self.by_name[s].small_const] + controls
-        return [src, *controls]
+            return [n for s, _ in self.by_name[src].inputs for n in self._effective(s)] + [*self.copy_controls(src)]
+        return [src]
 
-    def copy_controls(self, name: str) -> list[str]:
-        """Control inputs that a copy of a pure node must keep: those that tie it to a loop or branch."""
-        if self.context[name].is_root or not (self.is_copy(name) or self.by_name[name].op in SHAPE_OPS):
-            return []
-        return list(self.by_name[name].controls)
+    def copy_controls(self, name: str) -> tuple[str, ...]:
+        """Control inputs of a copied node: its copy waits as it did, so that edges mean the same either way."""
+        return self.by_name[name].controls
 
 
 def _topological(by_name: Mapping[str, NodeInfo]) -> list[NodeInfo]:

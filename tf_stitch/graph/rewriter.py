@@ -54,14 +54,13 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
     options = options or Options()
     out = graph_pb2.GraphDef()
     out.CopyFrom(graph_def)
-    places = [_Place("", graph_def, GraphView(graph_def), options, keep_ends, keep=frozenset(options.keep))]
+    places = [_place("", graph_def, None, options, keep_ends=keep_ends, keep=options.keep)]
     if functions:
         untouchable = _untouchable(graph_def)
         for fdef in graph_def.library.function:
-            why = untouchable.get(fdef.signature.name)
-            view = None if why else GraphView(fdef, graph_def.library)
-            keep = frozenset((keep_in or {}).get(fdef.signature.name, ()))
-            places.append(_Place(fdef.signature.name, fdef, view, options, False, why, keep))
+            name = fdef.signature.name
+            places.append(_place(name, fdef, graph_def.library, options, why=untouchable.get(name),
+                                 keep=(keep_in or {}).get(name, ())))
     if only is not None:
         places[0].only = only(graph_def)
     for place in places:
@@ -74,6 +73,18 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
                 out.library.function.append(fallback)
                 functions_out[fallback.signature.name] = out.library.function[-1]
     return out, Report([p.report() for p in places if p.why_untouched != _IS_FALLBACK])
+
+
+def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
+           library: function_pb2.FunctionDefLibrary | None, options: Options, *, keep_ends: bool = False,
+           why: str | None = None, keep: Iterable[str] = ()) -> _Place:
+    view = None
+    if why is None:
+        try:
+            view = GraphView(source, library)
+        except Exception as e:  # a graph that cannot be understood is left alone
+            why = _sentence(e)
+    return _Place(name, source, view, options, keep_ends, why, frozenset(keep))
 
 
 _IS_FALLBACK = "it is the fallback of a stitched op"

@@ -1,0 +1,258 @@
+"""Clusters on hand-made and random graphs, without TensorFlow running anything."""
+from __future__ import annotations
+
+import graphlib
+
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from tf_stitch.graph.clusters import Found, NodeInfo, find
+from tf_stitch.graph.control import Flow, contexts
+from tf_stitch.options import Options
+
+
+def node(name: str, *inputs: str, op: str = "Mul", why: str | None = None, controls: tuple[str, ...] = (),
+         device: str = "", outputs: int = 1, **more) -> NodeInfo:
+    refs = tuple((i.split(":")[0], int(i.split(":")[1]) if ":" in i else 0) for i in inputs)
+    return NodeInfo(name, op, refs, controls, device, outputs, why, **more)
+
+
+def left(name: str, *inputs: str, op: str = "MatMul", **more) -> NodeInfo:
+    return node(name, *inputs, op=op, why="library", **more)
+
+
+def source(name: str) -> NodeInfo:
+    return node(name, op="Placeholder", why="fed", computes=False)
+
+
+def members(found: Found) -> list[set[str]]:
+    return [set(c.members) for c in found.clusters]
+
+
+def check_acyclic(infos: list[NodeInfo], found: Found) -> None:
+    """With every cluster contracted to one node, the graph can still be ordered."""
+    unit = {i.name: i.name for i in infos}
+    for c in found.clusters:
+        unit.update(dict.fromkeys(c.members, c.root))
+    taken = {n for c in found.clusters for n in c.members}
+    graph = {i.name: {unit[s] for s, _ in i.inputs if not is_back(i.name, s)} | {unit[c] for c in i.controls}
+             for i in infos if i.name not in found.removed and i.name not in taken}
+    for c in found.clusters:
+        graph[c.root] = {unit[s] for s, _ in c.inputs} | {unit[x] for x in c.controls}
+        assert c.root not in graph[c.root]
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def is_back(target: str, name: str) -> bool:
+    """The loop variables' way back in the graph that :func:`loop` makes."""
+    return (target, name) in (("mx", "nx"), ("mi", "ni"))
+
+
+def test_one_chain_is_one_cluster():
+    found = find([source("x"), node("a", "x"), node("b", "a"), node("c", "b")], Options(), read=[("c", 0)])
+    (c,) = found.clusters
+    assert c.members == ("a", "b", "c")
+    assert c.inputs == (("x", 0),)
+    assert c.compute_ops == 3
+
+
+def test_a_path_through_a_library_call_splits():
+    infos = [source("x"), node("a", "x"), node("a2", "a"), left("m", "a2"), node("b", "m", "a2"), node("b2", "b")]
+    found = find(infos, Options(), read=[("b2", 0)])
+    assert members(found) == [{"a", "a2"}, {"b", "b2"}]
+    assert found.clusters[0].outputs == (("a2", 0),)
+    check_acyclic(infos, found)
+
+
+def test_clusters_of_different_depth_merge_when_no_path_runs_outside():
+    infos = [source("x"), source("y"), node("a", "x"), node("a2", "a"), left("m", "y"), node("b", "m", "a2")]
+    found = find(infos, Options(), read=[("b", 0)])
+    assert members(found) == [{"a", "a2", "b"}]
+
+
+def test_a_control_edge_is_a_path():
+    infos = [source("x"), node("a", "x"), node("a2", "a"), left("n", op="Print", controls=("a2",)),
+             node("b", "a2", controls=("n",)), node("b2", "b")]
+    found = find(infos, Options(), read=[("b2", 0)])
+    assert members(found) == [{"a", "a2"}, {"b", "b2"}]
+    assert found.clusters[1].controls == ("n",)
+    check_acyclic(infos, found)
+
+
+def test_devices_do_not_mix():
+    infos = [source("x"), node("a", "x", device="/cpu:0"), node("a2", "a", device="/cpu:0"),
+             node("b", "a2", device="/cpu:1"), node("b2", "b", device="/cpu:1"),
+             node("c", "b2", "a", device="/cpu:0"), node("c2", "c", device="/cpu:0")]
+    found = find(infos, Options(), read=[("c2", 0)])
+    assert members(found) == [{"a", "a2"}, {"b", "b2"}, {"c", "c2"}]
+    check_acyclic(infos, found)
+
+
+def test_small_constants_and_shapes_are_copied():
+    shape = dict(small_integer=True, symbolic=True)
+    infos = [source("x"), source("y"), node("k", op="Const", small_const=True, computes=False),
+             node("s", "x", op="Shape", computes=False, **shape), node("d", "s", "k", op="StridedSlice", **shape),
+             node("a", "y", "d"), node("b", "a", "k"), left("m", "b"), node("c", "m", "d"), node("e", "c", "k")]
+    found = find(infos, Options(), read=[("e", 0)])
+    assert members(found) == [{"a", "b"}, {"c", "e"}]
+    for c in found.clusters:
+        assert c.copies == {"k", "s", "d"}
+        assert ("x", 0) in c.inputs
+    assert found.removed >= {"k", "s", "d"}
+
+
+def test_a_shape_inside_another_cluster_is_handed_over_not_its_operand():
+    shape = dict(small_integer=True, symbolic=True)
+    infos = [source("x"), source("y"), node("a", "x"), node("a2", "a"),
+             node("s", "a", op="Shape", computes=False, **shape), left("m", "a2"),
+             node("b", "m", "s"), node("b2", "b", "y")]
+    found = find(infos, Options(), read=[("b2", 0)])
+    first, second = found.clusters
+    assert "s" in first.members and ("s", 0) in first.outputs and ("a", 0) not in first.outputs
+    assert ("s", 0) in second.inputs and "s" not in second.copies
+
+
+def test_originals_of_copies_stay_while_something_reads_them():
+    infos = [source("x"), node("k", op="Const", small_const=True, computes=False), node("a", "x", "k"), node("b", "a"),
+             left("m", "k")]
+    assert "k" not in find(infos, Options(), read=[("b", 0)]).removed
+    infos[-1] = left("m", "x")
+    assert "k" in find(infos, Options(), read=[("b", 0)]).removed
+    assert "k" not in find(infos, Options(), read=[("b", 0)], pinned=["k"]).removed
+
+
+def test_a_kept_node_hands_on_every_output():
+    infos = [source("x"), node("a", "x", outputs=3), node("b", "a:1")]
+    (c,) = find(infos, Options(), keep=["a"], read=[("b", 0)]).clusters
+    assert c.outputs == (("a", 0), ("a", 1), ("a", 2), ("b", 0))
+
+
+def test_dead_code_of_a_function_is_no_cluster():
+    assert not find([source("x"), node("a", "x"), node("b", "a")], Options(), read=[("x", 0)]).clusters
+
+
+def test_min_ops_and_counting():
+    infos = [source("x"), node("a", "x"), node("r", "a", op="Reshape", computes=False)]
+    found = find(infos, Options(), read=[("r", 0)])
+    assert not found.clusters and "min_ops=2" in found.left[0].reason
+    assert len(find(infos, Options(min_ops=1), read=[("r", 0)]).clusters) == 1
+    counter = [source("x"), node("a", "x", small_integer=True), node("b", "a", small_integer=True)]
+    assert not find(counter, Options(), read=[("b", 0)]).clusters
+
+
+def test_a_cycle_that_is_no_loop_is_refused():
+    with pytest.raises(ValueError, match="cycle"):
+        find([node("a", "b"), node("b", "a")], Options())
+
+
+# --- control flow ------------------------------------------------------------------------------------
+
+def branch() -> list[NodeInfo]:
+    """cond(p, x * 2 + 1, x - 1), then two more ops."""
+    flow = dict(why="control flow", computes=False)
+    return [source("x"), source("p"), node("sw", "x", "p", op="Switch", outputs=2, **flow),
+            node("t", "sw:1"), node("t2", "t"), node("f", "sw:0"), node("f2", "f"),
+            node("m", "f2", "t2", op="Merge", outputs=2, **flow), node("z", "m", "x"), node("z2", "z")]
+
+
+def test_branches_do_not_mix():
+    found = find(branch(), Options(), read=[("z2", 0)])
+    assert sorted(map(sorted, members(found))) == [["f", "f2"], ["t", "t2"], ["z", "z2"]]
+    check_acyclic(branch(), found)
+
+
+def test_after_a_two_way_merge_everything_is_alive_again():
+    flows = [Flow(i.name, i.op, i.inputs, i.controls) for i in branch()]
+    found = contexts(flows, {f.name: f.op for f in flows})
+    assert found["m"] == found["x"] == found["z2"]
+    assert found["t2"] == found["t"] != found["f"]
+
+
+def test_a_merge_of_one_branch_alone_is_a_condition_of_its_own():
+    flows = [Flow("x", "Placeholder", (), ()), Flow("p", "Placeholder", (), ()), Flow("q", "Placeholder", (), ()),
+             Flow("s", "Switch", (("x", 0), ("p", 0)), ()), Flow("u", "Switch", (("x", 0), ("q", 0)), ()),
+             Flow("m", "Merge", (("s", 1), ("u", 0)), ())]
+    found = contexts(flows, {f.name: f.op for f in flows})
+    assert not found["m"].is_root and found["m"] != found["s"]
+
+
+def loop() -> list[NodeInfo]:
+    flow = dict(why="control flow", computes=False)
+    enter = dict(op="Enter", frame_name="loop", **flow)
+    two = dict(outputs=2, **flow)
+    return [source("x"), source("i"), node("ex", "x", **enter), node("ei", "i", **enter),
+            node("mx", "ex", "nx", op="Merge", **two), node("mi", "ei", "ni", op="Merge", **two),
+            node("less", "mi"), node("lc", "less", op="LoopCond", **flow),
+            node("sx", "mx", "lc", op="Switch", **two), node("si", "mi", "lc", op="Switch", **two),
+            node("b", "sx:1", "si:1"), node("b2", "b"), node("inc", "si:1"),
+            node("nx", "b2", op="NextIteration", **flow), node("ni", "inc", op="NextIteration", **flow),
+            node("out", "sx:0", op="Exit", **flow), node("z", "out", "x"), node("z2", "z"), node("w", "x"),
+            node("w2", "w", "z2")]
+
+
+def test_loop_bodies_do_not_mix_with_what_is_outside():
+    found = find(loop(), Options(), read=[("w2", 0)])
+    assert {"b", "b2"} in [m - {"inc"} for m in members(found)]
+    outside = {"z", "z2", "w", "w2"}
+    assert all(m <= outside or not m & outside for m in members(found))
+    assert any({"z", "z2"} <= m for m in members(found))
+
+
+# --- random graphs -----------------------------------------------------------------------------------
+
+@st.composite
+def random_infos(draw) -> list[NodeInfo]:
+    count = draw(st.integers(2, 24))
+    infos: list[NodeInfo] = [source("n0")]
+    for k in range(1, count):
+        before = st.integers(0, k - 1)
+        inputs = [f"n{j}" for j in draw(st.lists(before, min_size=1, max_size=3))]
+        controls = tuple(f"n{j}" for j in draw(st.lists(before, max_size=1)))
+        kind = draw(st.sampled_from(["plain", "plain", "plain", "left", "shape", "chain", "const"]))
+        device = draw(st.sampled_from(["", "", "", "/cpu:1"]))
+        name = f"n{k}"
+        if kind == "left":
+            infos.append(left(name, *inputs, controls=controls, device=device))
+        elif kind == "const":
+            infos.append(node(name, op="Const", small_const=True, computes=False, controls=controls, device=device))
+        elif kind == "shape":
+            infos.append(node(name, inputs[0], op="Shape", computes=False, small_integer=True, symbolic=True,
+                              controls=controls, device=device))
+        else:
+            chain = dict(op="Pack", small_integer=True, symbolic=True) if kind == "chain" else {}
+            infos.append(node(name, *inputs, controls=controls, device=device, **chain))
+    return infos
+
+
+@settings(max_examples=300)
+@given(random_infos(), st.data())
+def test_random_graphs_stay_acyclic_and_complete(infos, data):
+    names = [i.name for i in infos]
+    read = [(n, 0) for n in data.draw(st.lists(st.sampled_from(names), max_size=3))] + [(names[-1], 0)]
+    keep = data.draw(st.lists(st.sampled_from(names), max_size=2))
+    found = find(infos, Options(min_ops=data.draw(st.integers(1, 3))), keep=keep, read=read)
+    by_name = {i.name: i for i in infos}
+    note("\n".join(f"{i.name} {i.op} {i.inputs} {i.controls} {i.device}" for i in infos))
+    note("\n".join(f"{c.nodes} copies {set(c.copies)} reads {c.inputs} waits {c.controls}" for c in found.clusters))
+    check_acyclic(infos, found)
+    taken = [n for c in found.clusters for n in c.members]
+    assert len(taken) == len(set(taken))
+    made = {t for c in found.clusters for t in c.outputs}
+    staying = set(names) - found.removed
+
+    def available(ref):
+        return ref in made or ref[0] in staying
+
+    for c in found.clusters:
+        inside = set(c.nodes)
+        assert all(by_name[n].why is None for n in inside)
+        assert len({by_name[n].device for n in c.members}) == 1
+        assert all(t in c.inputs or t[0] in inside for n in inside for t in by_name[n].inputs)
+        assert all(available(t) for t in c.inputs) and not {t[0] for t in c.inputs} & inside
+        order = [n for n in c.nodes]
+        assert all(order.index(s) < order.index(n) for n in order for s, _ in by_name[n].inputs if s in inside)
+    assert all(available(t) for n in staying for t in by_name[n].inputs)
+    assert all(x in staying or x in taken for n in names for x in by_name[n].controls if n in staying or n in taken)
+    assert all(available(t) for t in read)
+    assert all(n in staying or all((n, p) in made for p in range(by_name[n].outputs)) for n in keep)
