@@ -1,0 +1,264 @@
+"""Kernels that random graphs do not reach: long sums, specials, failures, unknown sizes at their limits, text."""
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.codegen.support import compile_kernels, kernel_of
+from tests.ir_graphs import random_case
+from tf_stitch.codegen import translation_unit
+from tf_stitch.errors import Unschedulable
+from tf_stitch.ir import interp
+from tf_stitch.ir.builder import Builder
+from tf_stitch.ir.graph import Graph
+from tf_stitch.schedule import CUDA, HOST
+
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def along_rows(b: Builder, row, like):
+    """A value per row, for every element of the row."""
+    return b.broadcast_to(b.reshape(row, (like.shape[0], 1)), like.shape)
+
+
+def softmax(rows, cols) -> Graph:
+    b = Builder()
+    x = b.param((rows, cols), "float32", "x")
+    e = b.ew("exp", b.ew("sub", x, along_rows(b, b.reduce("max", x, (1,)), x)))
+    return b.finish([b.ew("div", e, along_rows(b, b.reduce("sum", e, (1,)), x))], "softmax")
+
+
+def standardized(rows, cols) -> Graph:
+    """Rows with mean 0 and variance 1, their mean too."""
+    b = Builder()
+    x = b.param((rows, cols), "float32", "x")
+    n = b.cast(b.shape_value((x.shape[1],), (), "int64"), "float32")
+    mean = b.ew("div", b.reduce("sum", x, (1,)), b.broadcast_to(n, (x.shape[0],)))
+    d = b.ew("sub", x, along_rows(b, mean, x))
+    var = b.ew("div", b.reduce("sum", b.ew("mul", d, d), (1,)), b.broadcast_to(n, (x.shape[0],)))
+    return b.finish([b.ew("mul", d, along_rows(b, b.ew("rsqrt", b.ew("add", var, 1e-3)), x)), mean], "standardized")
+
+
+def normalized_channels(batch, size, channels) -> Graph:
+    """Inference batch norm and hard swish over NHWC, then the mean of every channel."""
+    b = Builder()
+    x = b.param((batch, size, size, channels), "float32", "x")
+    gamma, beta, mean, var = (b.param((channels,), "float32", n) for n in ("gamma", "beta", "mean", "var"))
+    scale = b.ew("mul", gamma, b.ew("rsqrt", b.ew("add", b.ew("abs", var), 1e-3)))
+    shift = b.ew("sub", beta, b.ew("mul", mean, scale))
+    y = b.ew("add", b.ew("mul", x, b.broadcast_to(scale, x.shape)), b.broadcast_to(shift, x.shape))
+    y = b.ew("mul", y, b.ew("min", b.ew("max", b.ew("add", y, 3.0), 0.0), 6.0))
+    return b.finish([y, b.reduce("sum", y, (1, 2))], "normalized_channels")
+
+
+def sums(shape, axes, dtype="float32") -> Graph:
+    b = Builder()
+    return b.finish([b.reduce("sum", b.param(shape, dtype, "x"), axes)], "sums")
+
+
+def looked_up(mode) -> Graph:
+    b = Builder()
+    table, index = b.param((7, 5), "float32", "table"), b.param((None,), "int32", "index")
+    return b.finish([b.ew("add", b.gather(table, index, 0, mode=mode), 1.0)], "looked_up")
+
+
+def divided() -> Graph:
+    b = Builder()
+    x, y = b.param((33,), "int32", "x"), b.param((33,), "int32", "y")
+    return b.finish([b.ew("int_div", x, y)], "divided")
+
+
+def separate() -> Graph:
+    """Outputs that share nothing."""
+    b = Builder()
+    x, y = b.param((None,), "float32", "x"), b.param((3, None), "float32", "y")
+    return b.finish([b.ew("exp", x), b.reduce("max", y, (0,)), b.ew("neg", y)], "separate")
+
+
+def heads() -> Graph:
+    """[batch, time, heads * depth] to [batch, heads, time, depth], any batch and time."""
+    b = Builder()
+    x = b.param((None, None, 24), "float32", "x")
+    n, t, _ = x.shape
+    return b.finish([b.transpose(b.reshape(b.ew("mul", x, 2.0), (n, t, 4, 6)), (0, 2, 1, 3))], "heads")
+
+
+def check(graph: Graph, inputs: list[np.ndarray], tolerance: float, library, kernel) -> None:
+    env = graph.bind(inputs)
+    want = interp.run(graph, inputs)
+    got, status = library.run(kernel, env, dict(zip(graph.params, inputs, strict=True)), (0.0, 0.5, 1.0))
+    assert status == 0
+    for o, w in zip(graph.outputs, want, strict=True):
+        np.testing.assert_allclose(got[o].astype(np.float64), w.astype(np.float64), rtol=tolerance, atol=tolerance)
+
+
+def draw(graph: Graph, sizes: dict[str, int], seed: int = 0) -> list[np.ndarray]:
+    from tests.ir_graphs import random_inputs
+
+    return random_inputs(graph, seed, sizes)
+
+
+@pytest.mark.parametrize("make", [softmax, standardized])
+def test_rows_of_any_size(make: Callable[..., Graph]):
+    graph = make(None, None)
+    kernel = kernel_of(graph)
+    library = compile_kernels([kernel])
+    names = sorted({s for p in graph.params for d in p.shape for s in [str(d)]})
+    for rows in (0, 1, 3, 17, 100):
+        for cols in (1, 2, 16, 31, 1000, 5000):
+            check(graph, draw(graph, dict(zip(names, (rows, cols), strict=True))), 2e-5, library, kernel)
+
+
+def test_channels_last_at_any_batch():
+    for channels in (3, 16, 24):
+        graph = normalized_channels(None, 5, channels)
+        kernel = kernel_of(graph)
+        library = compile_kernels([kernel])
+        (batch,) = {str(d) for p in graph.params for d in p.shape if not isinstance(d, int)}
+        for n in (0, 1, 3, 17):
+            check(graph, draw(graph, {batch: n}), 1e-4, library, kernel)
+
+
+def test_heads_are_moved():
+    graph = heads()
+    kernel = kernel_of(graph)
+    library = compile_kernels([kernel])
+    names = [str(d) for d in graph.params[0].shape[:2]]
+    for n, t in ((0, 4), (1, 1), (2, 130), (3, 0)):
+        check(graph, draw(graph, {names[0]: n, names[1]: t}), 0, library, kernel)
+
+
+@pytest.mark.parametrize("shape,axes", [((1 << 21,), (0,)), ((1 << 16, 8), (0,)), ((4, 1 << 18), (1,)), ((300, 300, 5), (0, 1))])
+def test_long_float_sums_stay_accurate(shape, axes):
+    graph = sums(shape, axes)
+    kernel = kernel_of(graph)
+    x = np.random.default_rng(1).uniform(0, 1, shape).astype(np.float32)
+    got, _ = compile_kernels([kernel]).run(kernel, {}, {graph.params[0]: x})
+    want = x.astype(np.float64).sum(axis=axes)
+    assert np.abs(got[graph.outputs[0]] / want - 1).max() < 1e-6  # a plain float32 loop is off by 1e-5 to 1e-4
+
+
+def test_half_sums_are_rounded_once():
+    graph = sums((64, 4096), (1,), "float16")
+    kernel = kernel_of(graph)
+    x = np.full((64, 4096), 0.1, np.float16)
+    got, _ = compile_kernels([kernel]).run(kernel, {}, {graph.params[0]: x})
+    assert (got[graph.outputs[0]] == np.float16(4096 * float(np.float16(0.1)))).all()
+
+
+@pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_extremes_of_nan_are_nan(kind, axis):
+    b = Builder()
+    x = b.param((40, 37), "float32", "x")
+    graph = b.finish([b.reduce(kind, x, (axis,)), b.arg_reduce(kind, x, axis, "int32")], "extremes")
+    kernel = kernel_of(graph)
+    library = compile_kernels([kernel], ("-march=x86-64-v2",))
+    data = np.random.default_rng(0).standard_normal((40, 37)).astype(np.float32)
+    data[3, 5], data[7], data[:, 9], data[11, 2], data[12, 3] = np.nan, np.nan, -np.inf, np.inf, -np.inf
+    got, _ = library.run(kernel, {}, {x: data})
+    for o, want in zip(graph.outputs, interp.run(graph, [data]), strict=True):
+        np.testing.assert_array_equal(got[o], want)
+
+
+@pytest.mark.parametrize("mode,fails", [("error", True), ("clip", False), ("zero", False)])
+def test_indices_out_of_range(mode, fails):
+    graph = looked_up(mode)
+    kernel = kernel_of(graph)
+    library = compile_kernels([kernel])
+    table = np.random.default_rng(0).standard_normal((7, 5)).astype(np.float32)
+    good, bad = np.array([0, 6, 3], np.int32), np.array([2, -1, 7, 2_000_000_000], np.int32)
+    for index, status in ((good, 0), (bad, int(fails))):
+        env = graph.bind([table, index])
+        got, seen = library.run(kernel, env, {graph.params[0]: table, graph.params[1]: index})
+        assert seen == status
+        if not status:
+            np.testing.assert_array_equal(got[graph.outputs[0]], interp.run(graph, [table, index])[0])
+    assert kernel.exact is not fails
+
+
+def test_division_by_zero_sets_the_status():
+    graph = divided()
+    kernel = kernel_of(graph)
+    library = compile_kernels([kernel])
+    x, y = np.arange(33, dtype=np.int32) - 16, np.full(33, -3, np.int32)
+    got, status = library.run(kernel, {}, {graph.params[0]: x, graph.params[1]: y})
+    assert status == 0 and (got[graph.outputs[0]] == np.trunc(x / y)).all()
+    y[20] = 0
+    assert library.run(kernel, {}, {graph.params[0]: x, graph.params[1]: y})[1] != 0
+    assert not kernel.exact
+
+
+def test_outputs_that_share_nothing_have_blocks_of_their_own():
+    graph = separate()
+    kernel = kernel_of(graph)
+    library = compile_kernels([kernel])
+    names = [str(graph.params[0].shape[0]), str(graph.params[1].shape[1])]
+    for n, m in ((0, 5), (20_000, 0), (7, 9_000), (0, 0)):
+        check(graph, draw(graph, {names[0]: n, names[1]: m}), 1e-5, library, kernel)
+
+
+def test_equal_kernels_have_equal_names():
+    assert kernel_of(softmax(None, 64)).name == kernel_of(softmax(None, 64)).name
+    assert kernel_of(softmax(None, 64)).name != kernel_of(softmax(None, 65)).name
+
+
+def test_a_block_that_does_not_fit_is_refused():
+    with pytest.raises(Unschedulable, match="bytes on chip"):
+        kernel_of(softmax(16, 8192), CUDA.with_shared(16))
+
+
+def test_shared_memory_is_reused_and_within_budget():
+    b = Builder()
+    x = b.param((256, 512), "float32", "x")
+    y = x
+    for _ in range(6):  # each stage needs the sum of the one before
+        y = b.ew("exp", b.ew("mul", y, 0.01))
+        y = b.ew("sub", y, along_rows(b, b.reduce("sum", y, (1,)), y))
+    kernel = kernel_of(b.finish([y], "chain"), CUDA)
+    assert isinstance(kernel.shared_bytes, int) and kernel.shared_bytes <= CUDA.shared_bytes
+    one = kernel_of(softmax(256, 512), CUDA).shared_bytes
+    assert kernel.shared_bytes < 6 * one
+
+
+def test_text_is_readable():
+    b = Builder()
+    x, bias = b.param((None, 64), "float32", "x"), b.param((64,), "float32", "bias")
+    graph = b.finish([b.ew("max", b.ew("add", x, b.broadcast_to(bias, x.shape)), 0.0)], "bias_relu")
+    kernel = kernel_of(graph)
+    expected = (Path(__file__).parent / "bias_relu.txt").read_text()
+    assert kernel.text.replace(kernel.name, "NAME") == expected
+
+
+def test_host_text_stands_alone():
+    text = translation_unit([kernel_of(softmax(None, 64))])
+    assert '#include "' not in text and text.count("TS_KERNEL(ts_") == 1
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@pytest.mark.parametrize("first", [0])
+def test_cuda_text_compiles(tmp_path, first):
+    kernels = [kernel_of(make, CUDA) for make in (
+        softmax(8, 300), softmax(None, 64), normalized_channels(2, 9, 24), sums((64, 64), (0,)), looked_up("error"), divided())]
+    for seed in range(first, first + 25):
+        case = random_case(seed)
+        if any(o.op != "param" for o in case.graph.outputs):
+            try:
+                kernels.append(kernel_of(case.graph, CUDA))
+            except Unschedulable:
+                continue  # unknown sizes that must be kept on chip
+    assert len(kernels) > 20
+    source = tmp_path / "kernels.cu"
+    source.write_text(translation_unit(kernels, "cuda"))
+    done = subprocess.run([NVCC, "-std=c++17", "-arch=sm_90", "-cubin", "-O1", "-w", str(source), "-o", str(tmp_path / "kernels.cubin")],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:3000]
+
+
+def test_hosts_default_fits_the_cache():
+    assert kernel_of(softmax(4096, 1024), HOST).shared_bytes <= HOST.shared_bytes
