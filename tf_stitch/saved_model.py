@@ -411,7 +411,7 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     wide = np.complex128 if want.dtype.kind == "c" else np.float64
     a, b = got.astype(wide), want.astype(wide)
     finite = np.isfinite(b)
-    if not bool(np.array_equal(a[~finite], b[~finite], equal_nan=True)):
+    if not (np.isfinite(a[finite]).all() and np.array_equal(a[~finite], b[~finite], equal_nan=True)):
         return float("inf")
     if not finite.any():
         return 0.0
