@@ -208,17 +208,18 @@ TS_FN ts_exp_parts64_ ts_exp_split_(double x) {
   return ts_exp_parts64_{r, ts_bits(t) << 52};
 }
 
-// e^(x + low), |low| small against x's last place or 1.
-TS_FN double ts_exp_sum_(double x, double low) {
+// e^(x + low), |low| small against x's last place or 1, times 2^512 for x < 0 and 2^-512 for others: the
+// product with ts_exp_unscale_ then overflows or becomes denormal in one rounding.
+TS_FN double ts_exp_scaled_(double x, double low) {
   double c = x < -746.0 ? -746.0 : x;
   c = c > 710.0 ? 710.0 : c;
   ts_exp_parts64_ e = ts_exp_split_(c);
   double r = e.r + low;
   double p = (ts_exp_tail_(r) * (r * r) + r) + 1.0;
-  bool neg = x < 0.0;
-  double s = ts_double_of(e.n + (neg ? 1535ull << 52 : 511ull << 52));
-  return p * s * (neg ? 0x1p-512 : 0x1p512);
+  return p * ts_double_of(e.n + (x < 0.0 ? 1535ull << 52 : 511ull << 52));
 }
+TS_FN double ts_exp_unscale_(double x) { return x < 0.0 ? 0x1p-512 : 0x1p512; }
+TS_FN double ts_exp_sum_(double x, double low) { return ts_exp_scaled_(x, low) * ts_exp_unscale_(x); }
 TS_FN double ts_exp(double x) { return ts_exp_sum_(x, 0.0); }
 
 TS_FN double ts_expm1(double x) {
@@ -414,8 +415,8 @@ TS_FN double ts_erfc_positive_(double a) {
   double h = ts_double_of(ts_bits(c) & 0xfffffffff8000000ull);
   double low = (h - c) * (h + c);
   double tail = p / (1.0 + 2.0 * c);
-  double e = ts_exp_sum_(-h * h + 60.0, low);  // 60: no denormal before the last product
-  return e * tail * 0x1.5ae191a99585ap-87;
+  double w = -h * h;
+  return ts_exp_scaled_(w, low) * tail * ts_exp_unscale_(w);
 }
 // erf(x) / x - 1 in z = x^2, |x| <= 1.
 TS_FN double ts_erf_tail_(double z) {
@@ -458,18 +459,24 @@ TS_FN float ts_atan2(float y, float x) { return (float)ts_atan2((double)y, (doub
 // x^y = 2^(y log2|x|), in double: that has the 8 bits more that y log2|x| needs.
 TS_FN float ts_pow(float x, float y) {
   double a = ts_abs((double)x), b = y;
-  double t = ts_log(a) * b;
-  t = x == 0.0f ? (b < 0.0 ? 1e4 : -1e4) : t;
-  double r = ts_exp(t);
-  bool whole = ts_floor(y) == y;
-  bool odd = whole && ts_floor(y * 0.5f) != y * 0.5f;
-  r = (ts_bits(x) >> 31) && odd ? -r : r;
-  r = x < 0.0f && x > -ts_inf(0.0f) && !whole && y == y ? ts_nan(0.0) : r;
-  r = y != y ? (double)y : r;
-  r = x == 1.0f || y == 0.0f ? 1.0 : r;
-  r = x == -1.0f && ts_abs(y) == ts_inf(0.0f) ? 1.0 : r;
-  return (float)r;
+  double at_zero = b < 0.0 ? 1e4 : -1e4;
+  double t = a == 0.0 ? at_zero : ts_log(a) * b;
+  float r = (float)ts_exp(t);
+  // Selects on float lanes only, one condition each: the vectoriser mixes no masks of two widths.
+  float h = 0.5f * y;
+  bool whole = ts_floor(y) == y, even = ts_floor(h) == h;
+  ts_u32 sign = even ? 0u : ts_bits(x) & 0x80000000u;
+  r = ts_float_of(ts_bits(r) ^ (whole ? sign : 0u));
+  float negative = whole ? r : ts_nan(0.0f);
+  negative = x == -ts_inf(0.0f) ? r : negative;
+  r = x < 0.0f ? negative : r;
+  r = y != y ? y : r;
+  float minus_one = ts_abs(y) == ts_inf(0.0f) ? 1.0f : r;
+  r = x == -1.0f ? minus_one : r;
+  r = x == 1.0f ? 1.0f : r;
+  return y == 0.0f ? 1.0f : r;
 }
+
 #include "ts_scalar.h"
 
 #endif  // TS_ELEMENTARY_H_
