@@ -114,10 +114,6 @@ def embedding_sum_norm(batch=None, length=None, words=100, width=64):
     return b.finish([b.ew("add", b.ew("mul", _norm(b, x, width), g), c)], "embedding_sum_norm")
 
 
-CHAINS = [norm_gelu_softmax, batch_norm_hswish, residual_relu, pooled_norm, squeeze_excite_gate, masked_softmax,
-          lstm_gates, gru_gates, split_heads, embedding_sum_norm]
-
-
 def norm_backward(rows=None, cols=256):
     """Gradients of a row normalisation: one per element, and two that sum over rows."""
     b = Builder()
@@ -163,4 +159,15 @@ def cross_entropy(batch=None, classes=1000):
     return b.finish([loss, b.ew("sub", b.ew("div", e, total), hot)], "cross_entropy")
 
 
+def small_attention(batch=None, heads=2, length=16, depth=8):
+    """Scores, softmax and weighted values of a small attention: products inside the kernel."""
+    b = Builder()
+    q, k, v = (b.param([batch, heads, length, depth], "float32") for _ in range(3))
+    scores = b.dot(q, k, ((0, 1), (0, 1)), ((3,), (3,)))
+    shares = _softmax(b, b.ew("mul", scores, depth**-0.5))
+    return b.finish([b.dot(shares, v, ((0, 1), (0, 1)), ((3,), (2,)))], "small_attention")
+
+
+CHAINS = [norm_gelu_softmax, batch_norm_hswish, residual_relu, pooled_norm, squeeze_excite_gate, masked_softmax,
+          lstm_gates, gru_gates, split_heads, embedding_sum_norm, small_attention]
 TRAINING = [norm_backward, batch_norm_training, cross_entropy]

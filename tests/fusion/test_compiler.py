@@ -1,0 +1,93 @@
+"""The driver: buffers and steps of programs, aliases, and how often the compiler runs."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.fusion.chains import lstm_gates, norm_gelu_softmax, small_attention
+from tf_stitch import compiler
+from tf_stitch.backend import host
+from tf_stitch.errors import CompileError
+from tf_stitch.ir import interp
+from tf_stitch.ir.builder import Builder
+from tf_stitch.options import Options
+from tf_stitch.program.program import AliasStep, KernelStep
+from tf_stitch.schedule.target import CUDA, HOST
+
+NATIVE = Options(target="host", levels=())
+
+
+def views_and_duplicates():
+    """Outputs that are inputs, views, literals, sizes, or each other."""
+    b = Builder()
+    x = b.param([None, 6], "float32")
+    y = b.ew("exp", x)
+    flat = b.reshape(y, [x.size])
+    literal = b.const(np.arange(3, dtype=np.int32))
+    sizes = b.shape_value(x.shape, None, "int64")
+    return b.finish([x, b.reshape(x, [x.size]), y, flat, y, literal, sizes, b.reshape(flat, [x.shape[0], 2, 3])])
+
+
+def kernels(program):
+    return [s for s in program.steps if isinstance(s, KernelStep)]
+
+
+def aliases(program):
+    return [s for s in program.steps if isinstance(s, AliasStep)]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_outputs_that_are_views_share_memory(rows):
+    graph = views_and_duplicates()
+    program = compiler.compile_graph(graph, NATIVE)
+    x = np.linspace(-1, 1, rows * 6, dtype=np.float32).reshape(rows, 6)
+    for got, want in zip(host.run(program, [x]), interp.run(graph, [x]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+        assert got.dtype == want.dtype and got.shape == want.shape
+    assert len(kernels(program)) == 1 and len(aliases(program)) == 5
+    assert not program.of_kind("temp")
+
+
+def test_a_program_of_views_alone_needs_no_code():
+    b = Builder()
+    x = b.param([4, None], "int8")
+    program = compiler.compile_graph(b.finish([b.reshape(x, [x.size]), x]), NATIVE)
+    assert not program.text and not program.code and len(aliases(program)) == 2
+    value = np.arange(12, dtype=np.int8).reshape(4, 3)
+    flat, same = host.run(program, [value])
+    np.testing.assert_array_equal(flat, value.reshape(-1))
+    np.testing.assert_array_equal(same, value)
+
+
+def test_values_between_kernels_are_temps():
+    b = Builder()
+    x, w = b.param([64, 96], "float32"), b.param([96, 96], "float32")
+    graph = b.finish([b.ew("tanh", b.dot(b.ew("exp", x), w, contract=((1,), (0,))))])
+    program = compiler.compile_graph(graph, NATIVE)
+    assert len(kernels(program)) == 3 and [t.shape for t in program.of_kind("temp")] == [(64, 96), (64, 96)]
+    inputs = [np.random.default_rng(0).uniform(-1, 1, p.shape).astype(np.float32) for p in graph.params]
+    np.testing.assert_allclose(host.run(program, inputs)[0], interp.run(graph, inputs)[0], rtol=0, atol=1e-5)
+
+
+def test_equal_programs_are_compiled_once_and_progress_is_told(monkeypatch):
+    runs, told = [], []
+    monkeypatch.setattr(host, "compile_text", lambda text, levels: runs.append((text, levels)) or {levels[0]: b"code"})
+    graphs = [lstm_gates(), lstm_gates(), norm_gelu_softmax()]
+    options = Options(target="host", levels=("x86-64-v2", "x86-64-v3"))
+    programs = compiler.compile_many(graphs, options, progress=lambda done, total, what: told.append((done, total)))
+    assert len(runs) == 4 and len(set(runs)) == 4  # two texts, two levels
+    assert programs[0].text == programs[1].text and set(programs[0].code) == {"x86-64-v2", "x86-64-v3"}
+    assert told == [(1, 3), (2, 3), (3, 3), (1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_failing_compiler_is_reported(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(CompileError, match="no-such-compiler"):
+        compiler.compile_graph(lstm_gates(), NATIVE)
+
+
+def test_text_can_be_had_without_a_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for target in (HOST, CUDA):
+        program = compiler.build_program(small_attention(), target)
+        assert "TS_KERNEL" in program.text and not program.code
