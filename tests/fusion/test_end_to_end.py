@@ -4,16 +4,20 @@ Many graphs go into one run of the compiler.
 """
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from tests.fusion.chains import CHAINS, TRAINING
-from tests.ir_graphs import Case, assert_matches, free_symbols, random_case, random_inputs
+from tests.ir_graphs import Case, assert_matches, free_symbols, make_case, random_case, random_inputs
+from tf_stitch import schedule
 from tf_stitch.backend import host
 from tf_stitch.compiler import compile_together
-from tf_stitch.errors import GuardFailed
+from tf_stitch.errors import GuardFailed, Unschedulable
+from tf_stitch.fusion import planner
+from tf_stitch.fusion.partition import ALWAYS_FLOATING
 from tf_stitch.ir import interp
 from tf_stitch.options import Options
 
@@ -57,6 +61,21 @@ def test_random_graphs_run_as_the_interpreter_says(batch):
         except (AssertionError, RuntimeError) as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     assert runs > len(cases)
+
+
+def test_graphs_cut_into_many_kernels_hand_values_over(monkeypatch):
+    """The same with groups of a few nodes at most: temporaries, their order and multi-output kernels."""
+    def small_groups(group, target):
+        if sum(n.op not in ALWAYS_FLOATING for n in group.nodes) > 3:
+            raise Unschedulable("too large for this test")
+        return schedule.build(group, target)
+
+    monkeypatch.setattr(planner, "_schedule_build", lambda: small_groups)
+    cases = [make_case(random.Random(1000 + seed), steps=24) for seed in range(40)]
+    programs = compile_together([c.graph for c in cases], NATIVE)
+    assert sum(len(p.of_kind("temp")) for p in programs) > len(programs)
+    for seed, (case, program) in enumerate(zip(cases, programs, strict=True)):
+        check_runs(case, program, seed)
 
 
 def test_chains_of_models_run_for_several_batches():
