@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -79,8 +80,8 @@ class Library:
         checks.append(fenced(D.evaluate(kernel.shared_bytes, env)))
         status = ctypes.c_int32(0)
         function = getattr(self.dll, kernel.name)
-        cuts = [int(round(s * blocks)) for s in splits]
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        cuts = [round(s * blocks) for s in splits]
+        for begin, end in itertools.pairwise(cuts):
             function(ctypes.byref(problem), ctypes.c_int64(begin), ctypes.c_int64(end),
                      ctypes.c_void_p(checks[-1][0].ctypes.data), ctypes.byref(status))
         assert all(fences_hold(*c) for c in checks), f"{kernel.name} wrote outside a buffer"

@@ -77,7 +77,7 @@ def _box(shape, r: random.Random) -> rules.Box:
 def _read(node: Node, box: rules.Box) -> list[set]:
     """The operand elements that the interpreter's results in ``box`` depend on, by changing one at a time."""
     shapes = [x.shape for x in node.inputs]
-    plain = [np.zeros(s, np.int32) if x.dtype == "int32" else np.zeros(s) for s, x in zip(shapes, node.inputs, strict=True)]
+    plain = [np.zeros(x.shape, np.int32 if x.dtype == "int32" else np.float64) for x in node.inputs]
     if node.op == "dot":
         plain = [np.ones(s) for s in shapes]
     inside = tuple(slice(o, o + e) for o, e in box)

@@ -115,7 +115,8 @@ def _window(e: StageEmitter, node: Node, index: Index) -> str:
     x = node.inputs[0]
     spatial = x.rank - 2
     attrs = node.attrs
-    starts = [index[d + 1] * attrs["strides"][d] - attrs["padding"][d][0] + index[node.rank + d] for d in range(spatial)]
+    starts = [index[d + 1] * attrs["strides"][d] - attrs["padding"][d][0] + index[node.rank + d]
+              for d in range(spatial)]
     conditions, place = _inside(e, index, x, starts)
     start = fold_of(node).start if attrs["kind"] == "max" else "0"
     start = f"{compute_type(node.dtype)}({start})" if not DTYPES[node.dtype].is_float else start

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 from ..ir import dims as D
 from ..ir.dims import Dim, Symbol

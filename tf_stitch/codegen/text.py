@@ -45,7 +45,7 @@ def _atom(a: Symbol | Func, name: Namer) -> str:
 def factor_text(d: Dim, name: Namer) -> str:
     """As :func:`dim_text`, in parentheses when it is a sum."""
     text = dim_text(d, name)
-    return text if isinstance(d, int) and d >= 0 or " " not in text else f"({text})"
+    return text if (isinstance(d, int) and d >= 0) or " " not in text else f"({text})"
 
 
 def storage_type(dtype: str) -> str:
@@ -58,8 +58,8 @@ def compute_type(dtype: str) -> str:
     return DTYPES[dtype].compute
 
 
-def literal(value: np.generic, dtype: str) -> str:
-    """A C++ literal of the compute type that has exactly ``value``."""
+def literal(value: np.generic | np.ndarray, dtype: str) -> str:
+    """A C++ literal of the compute type that has exactly ``value`` (one element)."""
     d = DTYPES[dtype]
     if d.kind == "bool":
         return "true" if value else "false"

@@ -57,7 +57,7 @@ def declare(e: StageEmitter, node: Node, index: Index, text: str) -> str:
 def wrap(op: str, dtype: str, args: list[str]) -> str | None:
     """Integer arithmetic that wraps around, or None when the op needs no care."""
     d = DTYPES[dtype]
-    if not d.is_integer or d.kind == "uint" and d.size >= 4:
+    if not d.is_integer or (d.kind == "uint" and d.size >= 4):
         return None
     wide = "ts_u64" if d.size == 8 else "ts_u32"
     if op == "neg":
@@ -169,7 +169,7 @@ def _pad(e: StageEmitter, node: Node, index: Index) -> str:
 def _concat(e: StageEmitter, node: Node, index: Index) -> str:
     axis = node.attrs["axis"]
     at = index[axis]
-    cases = []
+    cases: list[tuple[str, Callable[[], str]]] = []
     for x, start in zip(node.inputs, rules.concat_starts(node), strict=True):
         size = x.shape[axis]
         if D.prove_le(start, at) and D.prove_le(at + 1, start + size):
@@ -219,7 +219,7 @@ def _gather(e: StageEmitter, node: Node, index: Index) -> str:
 
 def _gather_nd(e: StageEmitter, node: Node, index: Index) -> str:
     params, indices = node.inputs
-    batch, depth, lead = node.attrs["batch_dims"], int(indices.shape[-1]), indices.rank - 1
+    batch, depth, lead = node.attrs["batch_dims"], rules.static(indices.shape[-1]), indices.rank - 1
     at: list[Dim] = []
     conditions: list[str] = []
     with e.scopes.at(e.scopes.depth_of(index[:lead])):

@@ -186,7 +186,8 @@ class Attempt:
         """Sets ``time`` and ``waste``; returns the cost of a block in cycles of one host core."""
         env = {f"ts_b{a.number}": 0 for a in self.axes} | {
             f"ts_e{a.number}": max(min(a.chunk, guess(a.size)), 1) for a in self.axes}
-        block, once, least, cost = BLOCK_OVERHEAD, 0, 0, BLOCK_OVERHEAD * 8
+        block, once, least = float(BLOCK_OVERHEAD), 0.0, 0
+        cost: Dim = BLOCK_OVERHEAD * 8
         for s in stages:
             per, loads = self._stage_weight(s, env)
             volume = D.product(e for _, e in s.box)

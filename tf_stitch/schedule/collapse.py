@@ -6,6 +6,7 @@ tie nothing: row-major order stays what it is.
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,7 +143,7 @@ def _named_dims(n: Node) -> Iterable[tuple[Node, int]]:
 
 
 def _pairs(live: list[int]) -> list[tuple[int, int]]:
-    return list(zip(live, live[1:], strict=False))
+    return list(itertools.pairwise(live))
 
 
 def _tie_boundaries(n: Node, live: Mapping[Node, list[int]], apart: _Classes) -> None:

@@ -32,9 +32,9 @@ def operand_labels(n: Node, labels: Labels) -> list[tuple[Node, Labels]]:
     """The operands of an inlined node with their labels."""
     out: list[list[int | None]] = [[None] * x.rank for x in n.inputs]
     if n.op == "reshape" and n.rank and n.inputs[0].rank:
-        for here, there in rules.factor(n.shape, n.inputs[0].shape):
-            if here and there:  # the last dims of a run are contiguous on both sides
-                out[0][there[-1]] = labels[here[-1]]
+        for run, source in rules.factor(n.shape, n.inputs[0].shape):
+            if run and source:  # the last dims of a run are contiguous on both sides
+                out[0][source[-1]] = labels[run[-1]]
         return [(n.inputs[0], tuple(out[0]))]
     for k, there, here in rules.ties(n):
         out[k][there] = labels[here]

@@ -37,6 +37,12 @@ def is_full(span: Span, size: Dim) -> bool:
     return span == (0, size)
 
 
+def static(d: Dim) -> int:
+    """A dim that the IR requires to be known."""
+    assert isinstance(d, int)
+    return d
+
+
 def union(a: Box, b: Box, shape: Shape) -> Box:
     """A box that covers both; a dim whose hull cannot be proven becomes the whole dim."""
     return tuple(_hull(x, y, size) for x, y, size in zip(a, b, shape, strict=True))
@@ -87,7 +93,9 @@ def _divides(p: Dim, q: Dim) -> bool:
 
 def _interval(box: Box, shape: Shape) -> Span | None:
     """The linear interval that a box covers when it is contiguous."""
-    start, length, open_dim = 0, 1, False
+    start: Dim = 0
+    length: Dim = 1
+    open_dim = False
     for (off, ext), size in zip(box, shape, strict=True):
         start = start * size + off
         if not open_dim and ext == 1:
@@ -191,7 +199,7 @@ def _reverse_box(node: Node, box: Box) -> list[Box]:
 
 
 def _pad_box(node: Node, box: Box) -> list[Box]:
-    out = []
+    out: list[Span] = []
     for d, size in enumerate(node.inputs[0].shape):
         low, inner = node.attrs["low"][d], node.attrs["interior"][d]
         if inner or (is_full(box[d], node.shape[d]) and size != node.shape[d]):
@@ -381,7 +389,7 @@ def _gather_ties(node: Node) -> list[Tie]:
 
 def _gather_nd_ties(node: Node) -> list[Tie]:
     params, indices = node.inputs
-    batch, depth, lead = node.attrs["batch_dims"], int(indices.shape[-1]), indices.rank - 1
+    batch, depth, lead = node.attrs["batch_dims"], static(indices.shape[-1]), indices.rank - 1
     ties = [(1, d, d) for d in range(lead)] + [(0, d, d) for d in range(batch)]
     return ties + [(0, d, d - batch - depth + lead) for d in range(batch + depth, params.rank)]
 

@@ -117,13 +117,14 @@ def fill(shape: Shape, elements: int, whole: Sequence[int] = (), wide: Sequence[
             continue
         start = chunks[d] or 1
         room = max(elements * start // have, 1)
-        if isinstance(shape[d], int) and room >= shape[d]:
+        size = shape[d]
+        if isinstance(size, int) and room >= size:
             chunks[d] = None
-            have = have // start * max(shape[d], 1)
+            have = have // start * max(size, 1)
         else:
-            chunk = max(_round(room, shape[d]), start)
+            chunk = max(_round(room, size), start)
             chunks[d] = chunk
-            have = have // start * (chunk if isinstance(shape[d], int) else min(chunk, GUESS))
+            have = have // start * (chunk if isinstance(size, int) else min(chunk, GUESS))
     return tuple(chunks)
 
 
