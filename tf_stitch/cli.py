@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3" if args.quiet else "2")
     logging.basicConfig(format="%(message)s", level=logging.ERROR if args.quiet else logging.WARNING)
     try:
+        if args.run is not _doctor:
+            _load_tensorflow()
         return args.run(args)
     except StitchError as error:
         print(f"tf-stitch: {error}", file=sys.stderr)
@@ -83,6 +86,26 @@ def _doctor(args: argparse.Namespace) -> int:
     from . import doctor
 
     return doctor.main(json_output=args.json, quiet=args.quiet)
+
+
+def _load_tensorflow() -> None:
+    """Imports TensorFlow without the lines that it writes to stderr before its own log level counts."""
+    with tempfile.TemporaryFile() as sink:
+        sys.stderr.flush()
+        saved = os.dup(2)
+        os.dup2(sink.fileno(), 2)
+        try:
+            import tensorflow  # noqa: F401
+
+            from . import runtime
+
+            runtime.load()
+        except ImportError as error:
+            raise error if isinstance(error, StitchError) else StitchError(
+                f"TensorFlow cannot be imported ({error}); run 'tf-stitch doctor'.") from None
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
 
 
 # --- shared ------------------------------------------------------------------------------------------
