@@ -49,10 +49,8 @@ DIVISORS = [leaf(d) for d in (1, 2, 3, 4, 6, 8, POSITIVE, POSITIVE * 4, POSITIVE
 
 
 def grow(children):
-    return st.one_of(st.builds(lambda op, a, b: Term(op, a, b), st.sampled_from(["+", "-", "*", "min", "max", "+", "*"]),
-                               children, children),
-                     st.builds(lambda op, a, b: Term(op, a, b), st.sampled_from(["//", "%"]), children,
-                               st.sampled_from(DIVISORS)))
+    any_two = st.builds(Term, st.sampled_from(["+", "-", "*", "min", "max", "+", "*"]), children, children)
+    return any_two | st.builds(Term, st.sampled_from(["//", "%"]), children, st.sampled_from(DIVISORS))
 
 
 TERMS = st.recursive(st.sampled_from([leaf(x) for x in LEAVES]), grow, max_leaves=10)

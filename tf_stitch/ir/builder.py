@@ -151,8 +151,8 @@ class Builder:
 
     def const(self, value: Any, dtype: str | None = None) -> Node:
         """A literal.  Python numbers are int32, float32 or bool unless ``dtype`` says otherwise."""
-        if dtype is None and isinstance(value, (bool, int, float)):
-            dtype = {bool: "bool", int: "int32", float: "float32"}[type(value)]
+        if dtype is None:
+            dtype = {bool: "bool", int: "int32", float: "float32"}.get(type(value))
         array = np.asarray(value)
         array = array.astype(DTYPES[dtype].numpy) if dtype else array
         return self._make("const", [], {"value": array}, array.shape, of_numpy(array.dtype))

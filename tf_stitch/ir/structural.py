@@ -238,7 +238,8 @@ def _in_range(index: np.ndarray, size, mode: str) -> tuple[np.ndarray, np.ndarra
     index = index.astype(np.int64)
     valid = (index >= 0) & (index < size)
     if not valid.all() and (mode == "error" or (mode == "clip" and np.any(np.asarray(size) == 0))):
-        raise IndexError(f"The index {index[~valid].flat[0]} is outside a dim of {size}.")
+        sizes = np.broadcast_to(size, index.shape)
+        raise IndexError(f"The index {index[~valid].flat[0]} is outside a dim of {sizes[~valid].flat[0]}.")
     return np.clip(index, 0, np.maximum(np.asarray(size) - 1, 0)), valid | (mode == "clip")
 
 
