@@ -21,11 +21,14 @@ from .tile import Axis, Tags, Tile, axes_of, guess
 
 BLOCK_OVERHEAD = 300  # element operations that starting a block costs
 STAGE_OVERHEAD = 30
+FINE_WORK = 20_000  # element operations that are worth a core of their own
+PER_CYCLE = 24  # element operations that one host core does in a cycle, seen over typical kernels
 LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
 
 
 class Attempt:
-    """``part`` is the schedule, ``time`` its estimate, ``waste`` the work over the least possible work.
+    """``part`` is the schedule, ``time`` its estimate in element operations, ``ideal`` what it would be with every
+    value computed once and all cores busy, ``waste`` the work over the least possible work.
 
     Raises Unschedulable when the values that a block must keep do not fit on chip.
     """
@@ -187,7 +190,7 @@ class Attempt:
         env = {f"ts_b{a.number}": 0 for a in self.axes} | {
             f"ts_e{a.number}": max(min(a.chunk, guess(a.size)), 1) for a in self.axes}
         block, once, least = float(BLOCK_OVERHEAD), 0.0, 0
-        cost: Dim = BLOCK_OVERHEAD * 8
+        cost: Dim = BLOCK_OVERHEAD * PER_CYCLE // 4
         for s in stages:
             per, loads = self._stage_weight(s, env)
             volume = D.product(e for _, e in s.box)
@@ -199,7 +202,8 @@ class Attempt:
         rounds = -(-blocks // self.target.cores)
         self.time = rounds * block + once
         self.waste = (blocks * (block - BLOCK_OVERHEAD) + once) / max(least, 1)
-        return D.floordiv(cost, 8) + 1
+        self.ideal = least / max(min(self.target.cores, least // FINE_WORK), 1)
+        return D.floordiv(cost, PER_CYCLE) + 1
 
     def _stage_weight(self, stage: Stage, env: Mapping[str, int]) -> tuple[int, float]:
         """Operations per element of a stage, and what loads cost beyond contiguous ones."""

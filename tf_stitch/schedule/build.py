@@ -19,6 +19,8 @@ from .target import Target
 from .tile import Tags, candidates, guess
 
 LINES = 128  # bytes that a block should own at least along a contiguous dim: two cache lines
+SERIAL = 3  # a group that takes this many times its ideal time is better split,
+SMALL_TIME = 200_000  # unless it takes less than this many element operations, about what a kernel costs to start
 GOOD_ENOUGH = 1.2  # a tile that computes at most this many times the least work ends the search
 
 
@@ -97,6 +99,9 @@ def _build_part(nodes: list[Node], outputs: list[Node], target: Target) -> Part:
             break
     if best is None:
         raise Unschedulable(reason)
+    if best.time > SERIAL * best.ideal + SMALL_TIME and best.part.kept - set(outputs):
+        raise Unschedulable(f"Blocks that compute '{primary.origin or primary}' would repeat each other's work or leave "
+                            "most cores idle; split the group.")
     return best.part
 
 

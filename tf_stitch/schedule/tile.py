@@ -17,7 +17,7 @@ from ..ir.graph import Shape
 
 Tile = tuple[int | None, ...]
 Tags = tuple[int | None, ...]
-GUESS = 64  # a size to reckon with where a dim is unknown; only speed depends on it
+GUESS = 128  # a size to reckon with where a dim is unknown; only speed depends on it
 
 
 @dataclass(frozen=True)
