@@ -196,13 +196,13 @@ class Loops:
         found = self.scopes.find((n, index))
         if found is not None:
             return found
-        if n.op in VIEWS:
-            value = evaluate(self.e, n.inputs[0], VIEWS[n.op](n, index))
-        else:
-            with self.scopes.at(self.scopes.depth_of(index)):
+        with self.scopes.at(self.scopes.depth_of(index)) as scope:  # where later items of the stage look it up
+            if n.op in VIEWS:
+                value = evaluate(self.e, n.inputs[0], VIEWS[n.op](n, index))
+            else:
                 text = compute(self.e, n, index)
                 value = text if text.isidentifier() else declare(self.e, n, index, text)
-        self.scopes.top.values[(n, index)] = value
+            scope.values[(n, index)] = value
         return value
 
     # --- folds --------------------------------------------------------------------------------------
