@@ -11,9 +11,12 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Union
+from typing import TYPE_CHECKING, TypeGuard, Union
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True)
@@ -192,18 +195,21 @@ def _div_monomials(a: Monomial, b: Monomial) -> Monomial | None:
     return tuple(sorted(powers.items(), key=lambda item: item[0].key))
 
 
-def is_static(d: Dim) -> bool:
+def is_static(d: Dim) -> TypeIs[int]:
     """True for a dim known while rewriting."""
     return not isinstance(d, Expr)
 
 
-def all_static(dims: Iterable[Dim]) -> bool:
+def all_static(dims: Iterable[Dim]) -> TypeGuard[Sequence[int]]:
     return all(is_static(d) for d in dims)
 
 
 def product(dims: Iterable[Dim]) -> Dim:
     """The product of dims; 1 for none."""
-    return functools.reduce(lambda a, b: a * b, dims, 1)
+    out: Dim = 1
+    for d in dims:
+        out = out * d
+    return out
 
 
 def _division_steps(a: Dim, b: Dim) -> Iterator[tuple[Dim, Dim]]:
@@ -296,7 +302,7 @@ def _common_factor(a: Dim, b: Dim) -> tuple[Dim, Dim, Dim] | None:
         return None
     monomial, c = _terms(b)[0]
     ints = {math.gcd(c, k) for _, k in _terms(a)} - {1}
-    factors: list[Dim] = sorted(ints, reverse=True)
+    factors: list[Dim] = [*sorted(ints, reverse=True)]
     for atom, _ in monomial:
         factors += [_atom(atom), _atom(atom) * c] if abs(c) != 1 else [_atom(atom)]
     for g in factors:
@@ -339,7 +345,7 @@ def _extremum(kind: str, pick: Callable[..., int], dims: tuple[Dim, ...]) -> Dim
         if d not in flat:
             flat.append(d)
     ints = [d for d in flat if isinstance(d, int)]
-    rest = [d for d in flat if not isinstance(d, int)]
+    rest: list[Dim] = [d for d in flat if not isinstance(d, int)]
     if ints:
         rest.append(pick(ints))
     dominated = [
@@ -412,10 +418,14 @@ def _int_below(d: Dim) -> int | None:
     """An integer that ``d`` is never below, when that is plain to see."""
     total = 0
     for m, c in _terms(d):
-        lows = [_bounds_of_atom(a)[0] for a, _ in m]
-        if m and (c < 0 or not all(isinstance(k, int) and k >= 0 for k in lows)):
+        if m and c < 0:
             return None
-        total += c * math.prod(k**p for k, (_, p) in zip(lows, m, strict=True))
+        for atom, p in m:
+            low = _bounds_of_atom(atom)[0]
+            if not isinstance(low, int) or low < 0:
+                return None
+            c *= low**p
+        total += c
     return total
 
 
@@ -545,6 +555,10 @@ def renormalise(d: Dim) -> Dim:
     return substitute(d, {"": 0})
 
 
+_VALUE: dict[str, Callable[..., int]] = {
+    "div": lambda a, b: a // b if b else 0, "mod": lambda a, b: a % b if b else 0, "min": min, "max": max}
+
+
 def evaluate(d: Dim, env: Mapping[str, int]) -> int:
     """The value of ``d`` when every symbol has the value ``env`` gives.  KeyError names a missing one."""
     if isinstance(d, int):
@@ -555,9 +569,7 @@ def evaluate(d: Dim, env: Mapping[str, int]) -> int:
             if isinstance(atom, Symbol):
                 v = env[atom.name]
             else:
-                args = [evaluate(a, env) for a in atom.args]
-                v = {"div": lambda a, b: a // b if b else 0, "mod": lambda a, b: a % b if b else 0,
-                     "min": min, "max": max}[atom.kind](*args)
+                v = _VALUE[atom.kind](*(evaluate(a, env) for a in atom.args))
             c *= v**p
         total += c
     return total

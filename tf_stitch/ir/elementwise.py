@@ -127,7 +127,7 @@ _RESULT = dict.fromkeys(("is_nan", "is_inf", "is_finite", "eq", "ne", "lt", "le"
 _RESULT["popcount"] = _same_as("uint8")
 
 # name, arity, NumPy, C++ (ts_* are in codegen/include), kinds, cost
-for _row in [
+_ROWS: list[tuple[str, int, Callable[..., Any], str, tuple[str, ...], int]] = [
     ("neg", 1, np.negative, "(-{0})", NUM, CHEAP),
     ("abs", 1, np.abs, "ts_abs({0})", NUM, CHEAP),
     ("sign", 1, np.sign, "ts_sign({0})", NUM, CHEAP),
@@ -198,6 +198,6 @@ for _row in [
     ("le", 2, np.less_equal, "({0} <= {1})", ALL, CHEAP),
     ("gt", 2, np.greater, "({0} > {1})", ALL, CHEAP),
     ("ge", 2, np.greater_equal, "({0} >= {1})", ALL, CHEAP),
-]:
-    _name, _arity, _fn, _c, _kinds, _cost = _row
+]
+for _name, _arity, _fn, _c, _kinds, _cost in _ROWS:
     register(OpDef(_name, _arity, _RESULT.get(_name, _same), _in_compute_type(_fn), _c, _cost, _kinds))

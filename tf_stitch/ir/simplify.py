@@ -8,6 +8,7 @@ A rule is a function ``rule(s, n) -> Node | None`` in :data:`RULES` under the na
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,9 +107,13 @@ def constant(n: Node) -> np.ndarray | None:
     """The value of a const, or of a small static broadcast of one."""
     if n.op == "const":
         return n.attrs["value"]
-    if n.op == "broadcast" and n.inputs[0].op == "const" and D.all_static(n.shape) and n.size <= FOLD_LIMIT:
+    if n.op == "broadcast" and n.inputs[0].op == "const" and _is_small(n):
         return evaluate(n, [n.inputs[0].attrs["value"]], {})
     return None
+
+
+def _is_small(n: Node) -> bool:
+    return D.all_static(n.shape) and math.prod(n.shape) <= FOLD_LIMIT
 
 
 def splat_of(n: Node) -> Any:
@@ -145,12 +150,12 @@ def _kind(n: Node) -> str:
 
 def fold(s: Simplifier, n: Node) -> Node | None:
     """Computes small results of constants now."""
-    if not n.inputs or not D.all_static(n.shape) or n.size > FOLD_LIMIT or n.attr_dims():
+    if not n.inputs or not _is_small(n) or n.attr_dims():
         return None
     if n.op == "broadcast" or (n.op == "reshape" and n.inputs[0].op == "broadcast"):
         return None  # stays a broadcast: no memory
-    arrays = [constant(i) for i in n.inputs]
-    if any(a is None for a in arrays):
+    arrays = [a for a in map(constant, n.inputs) if a is not None]
+    if len(arrays) < len(n.inputs):
         return None
     try:
         return s.const(np.ascontiguousarray(evaluate(n, arrays, {})).reshape(n.shape), n)

@@ -14,7 +14,8 @@ from .dtypes import DTYPES
 from .graph import Node
 from .opdef import ALL, CHEAP, EXPENSIVE, FREE, NUM, IRError, OpDef, Type, d_kind, register
 
-Inputs, Attrs = Sequence[Node], Mapping[str, Any]
+Inputs = Sequence[Node]
+Attrs = Mapping[str, Any]
 MODES = ("error", "clip", "zero")
 
 
@@ -143,7 +144,7 @@ def _transpose(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
     return tuple(x.shape[p] for p in perm), x.dtype
 
 
-def slice_last(start: Dim, size: Dim, step: int) -> Dim:
+def slice_last(start: Any, size: Any, step: int) -> Any:
     """The index of the last element that a slice of ``size`` > 0 elements reads."""
     return start + (size - 1) * step
 
@@ -154,7 +155,7 @@ def _slice(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
     _check(len(starts) == len(steps) == len(shape) == x.rank, "starts, steps and sizes must have one entry per dim.")
     for d, start, size, step in zip(x.shape, starts, shape, steps, strict=True):
         _check(isinstance(step, int) and step > 0, f"step {step} is not positive.")
-        if D.all_static((d, start, size)):
+        if isinstance(d, int) and isinstance(start, int) and isinstance(size, int):
             inside = start >= 0 and (slice_last(start, size, step) < d if size else start <= d)
             _check(inside, f"{size} elements from {start} by {step} leave a dim of {d}.")
     return shape, x.dtype
@@ -261,7 +262,8 @@ def _gather_nd(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
     params, indices, batch = _indexed(inputs, attrs)
     _check(indices.rank > batch, "gather_nd needs an index dim after the batch dims.")
     depth = indices.shape[-1]
-    _check(D.is_static(depth) and batch + depth <= params.rank, f"an index of {depth} parts does not fit {params!r}.")
+    if not isinstance(depth, int) or batch + depth > params.rank:
+        raise IRError(f"an index of {depth} parts does not fit {params!r}.")
     return indices.shape[:-1] + params.shape[batch + depth:], params.dtype
 
 
@@ -416,15 +418,17 @@ def _spatial(x: Node, attrs: Attrs, size: Sequence[int], dilations: Sequence[int
     lists = (attrs["strides"], attrs["padding"], size, dilations)
     _check(all(len(v) == rank for v in lists), f"strides, padding, size and dilations need {rank} entries.")
     _check(all(s >= 1 for v in (attrs["strides"], dilations) for s in v), "strides and dilations must be positive.")
-    return tuple(window_dim(d, k, s, *p, dil) for d, s, p, k, dil in zip(x.shape[1:-1], *lists, strict=True))
+    return tuple(window_dim(d, k, s, p[0], p[1], dil) for d, s, p, k, dil in zip(x.shape[1:-1], *lists, strict=True))
 
 
 def _conv(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
     x, w = inputs
     groups = attrs["groups"]
     _check(w.rank == x.rank and w.dtype == x.dtype, f"{x!r} and {w!r} differ in rank or dtype.")
-    _check(D.all_static(w.shape) and D.is_static(x.shape[-1]), "the filter and the channels must be static.")
-    spatial = _spatial(x, attrs, w.shape[:-2], attrs["dilations"])
+    kernel = w.shape
+    if not D.all_static(kernel) or not D.is_static(x.shape[-1]):
+        raise IRError("the filter and the channels must be static.")
+    spatial = _spatial(x, attrs, kernel[:-2], attrs["dilations"])
     _check(groups >= 1 and x.shape[-1] == w.shape[-2] * groups and w.shape[-1] % groups == 0,
            f"{groups} groups do not fit {x!r} and {w!r}.")
     return (x.shape[0], *spatial, w.shape[-1]), x.dtype
