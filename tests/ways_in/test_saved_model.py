@@ -1,0 +1,293 @@
+"""SavedModel folders in and out, verification, bad input, and the command."""
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_stitch
+from tf_stitch import cli, saved_model
+from tf_stitch.errors import OptionError, SavedModelError, VerifyError
+from tf_stitch.graph import lower
+
+from .graphs import NATIVE, normal
+
+
+class Scorer(tf.Module):
+    """State, two signatures, a gather, a loop, an asset."""
+
+    def __init__(self, asset: str) -> None:
+        self.table = tf.Variable(normal(8, 4))
+        self.calls = tf.Variable(0.0)
+        self.asset = tf.saved_model.Asset(asset)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4], name="x")])
+    def score(self, x):
+        self.calls.assign_add(1.0)
+        return {"probability": tf.nn.softmax(tf.matmul(x, self.table, transpose_b=True)), "calls": self.calls * 2 + 0.5}
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4], name="x"), tf.TensorSpec([None], tf.int32, name="ids")])
+    def mix(self, x, ids):
+        y = tf.gather(self.table, ids)
+        z = tf.while_loop(lambda i, z: i < 3, lambda i, z: (i + 1, tf.tanh(z) * 2 + 0.1), (tf.constant(0), x))[1]
+        return {"mixed": tf.reduce_sum(tf.sigmoid(z)[:, None] * tf.exp(y)[None], axis=1)}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "words.txt").write_text("a\nb\n")
+    module = Scorer(str(folder / "words.txt"))
+    tf.saved_model.save(module, str(folder / "plain"), signatures={"score": module.score, "mix": module.mix})
+    (folder / "plain" / "keras_metadata.pb").write_bytes(b"kept")
+    return folder / "plain"
+
+
+@pytest.fixture(scope="module")
+def done(source: Path) -> tuple[Path, tf_stitch.Report]:
+    goal = source.parent / "stitched"
+    return goal, tf_stitch.rewrite_saved_model(source, goal, options=NATIVE)
+
+
+def entries(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_round_trip(source, done):
+    goal, report = done
+    assert report.clusters and report.coverage > 0.5
+    assert entries(goal) == entries(source)
+    assert (goal / "keras_metadata.pb").read_bytes() == b"kept"
+    assert (goal / "assets" / "words.txt").read_text() == "a\nb\n"
+    assert (goal / "fingerprint.pb").read_bytes() != (source / "fingerprint.pb").read_bytes()
+    assert set(report.errors) == {"score/probability", "score/calls", "mix/mixed"}
+    assert max(report.errors.values()) < 1e-5
+    assert not list(goal.parent.glob(".*"))
+
+
+def test_state_and_shapes_live_on(source, done):
+    plain, stitched = saved_model.load(source), saved_model.load(done[0])
+    for name in ("score", "mix"):
+        assert plain.signatures[name].structured_input_signature == stitched.signatures[name].structured_input_signature
+        shapes = [{k: t.shape.as_list() for k, t in m.signatures[name].structured_outputs.items()}
+                  for m in (plain, stitched)]
+        assert shapes[0] == shapes[1]
+    for batch in (3, 1, 17):
+        x = tf.constant(normal(batch, 4))
+        want, got = plain.signatures["score"](x=x), stitched.signatures["score"](x=x)
+        np.testing.assert_allclose(got["probability"], want["probability"], rtol=1e-5)
+        assert got["calls"].numpy() == want["calls"].numpy()
+    stitched.table.assign(stitched.table * 0)  # variables are variables still
+    np.testing.assert_allclose(stitched.signatures["score"](x=x)["probability"], 1 / 8, rtol=1e-6)
+
+
+def test_a_stitched_model_can_be_trained_further(source, done):
+    def gradient(model):
+        x = tf.Variable(normal(3, 4))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model.mix(x, tf.constant([1, 2]))["mixed"] ** 2)
+        return tape.gradient(loss, x)
+
+    want, got = gradient(saved_model.load(source)), gradient(saved_model.load(done[0]))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_rewriting_the_rewritten_model_changes_nothing(done, tmp_path):
+    tf_stitch.rewrite_saved_model(done[0], tmp_path / "again", options=NATIVE, verify=False)
+    assert (tmp_path / "again" / "saved_model.pb").read_bytes() == (done[0] / "saved_model.pb").read_bytes()
+
+
+def test_graph_of_tensorflow_1(tmp_path):
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        x = tf.compat.v1.placeholder(tf.float32, (None, 4), name="x")
+        w = tf.compat.v1.get_variable("w", initializer=normal(4, 4), use_resource=True)
+        y = tf.multiply(tf.exp(tf.matmul(x, w)), 2.0, name="y")
+        session.run(tf.compat.v1.global_variables_initializer())
+        tf.compat.v1.saved_model.simple_save(session, str(tmp_path / "plain"), {"x": x}, {"y": y})
+    report = tf_stitch.rewrite_saved_model(tmp_path / "plain", tmp_path / "stitched", options=NATIVE)
+    assert len(report.clusters) == 1 and max(report.errors.values()) < 1e-5
+
+
+def test_given_inputs(source, tmp_path):
+    np.savez(tmp_path / "in.npz", **{"score/x": normal(2, 4), "mix/x": normal(5, 4), "mix/ids": np.array([7, 0])})
+    report = tf_stitch.rewrite_saved_model(source, tmp_path / "a", options=NATIVE, inputs=tmp_path / "in.npz")
+    assert len(report.errors) == 3
+    with pytest.raises(OptionError, match="lack 'ids' of the signature 'mix'"):
+        tf_stitch.rewrite_saved_model(source, tmp_path / "b", options=NATIVE, inputs={"mix/x": normal(5, 4)})
+    with pytest.raises(SavedModelError, match="fails on the sample inputs"):
+        bad = {"mix/x": normal(5, 4), "mix/ids": np.array([99], np.int32)}
+        tf_stitch.rewrite_saved_model(source, tmp_path / "b", options=NATIVE, inputs=bad)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("got, want, error", [
+    ([1.0, 2.0], [1.0, 2.0], 0.0), ([1.0, 2.1], [1.0, 2.0], 0.05), ([np.nan, 1.0], [np.nan, 1.0], 0.0),
+    ([np.inf, 1.0], [np.inf, 1.0], 0.0), ([np.nan, 1.0], [1.0, 1.0], np.inf), ([1.0, 1.0], [np.inf, 1.0], np.inf),
+    ([0.5], [0.0], 0.5), ([1.0], [1.0, 1.0], np.inf), ([], [], 0.0)])
+def test_relative_error(got, want, error):
+    assert saved_model.relative_error(np.array(got), np.array(want)) == pytest.approx(error, rel=1e-6)
+
+
+def test_relative_error_of_other_types():
+    assert saved_model.relative_error(np.array([b"a"], object), np.array([b"b"], object)) == np.inf
+    assert saved_model.relative_error(np.array([True]), np.array([True])) == 0
+    assert saved_model.relative_error(np.array([1.0], np.float32), np.array([1.0])) == np.inf
+
+
+# --- bad input ---------------------------------------------------------------------------------------
+
+def rewrite(src, dst, **options):
+    return tf_stitch.rewrite_saved_model(src, dst, options=NATIVE, **options)
+
+
+def test_sources_that_are_none(source, tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name, text in (("nothing", "does not exist"), ("file", "is a file"), ("empty", "holds no saved_model.pb")):
+        with pytest.raises(SavedModelError, match=text):
+            rewrite(tmp_path / name, tmp_path / "out")
+    shutil.copytree(source, tmp_path / "damaged")
+    (tmp_path / "damaged" / "saved_model.pb").write_bytes((source / "saved_model.pb").read_bytes()[:1000])
+    with pytest.raises(SavedModelError, match="damaged"):
+        rewrite(tmp_path / "damaged", tmp_path / "out")
+    (tmp_path / "damaged" / "saved_model.pb").write_bytes(b"")
+    with pytest.raises(SavedModelError, match="no graph"):
+        rewrite(tmp_path / "damaged", tmp_path / "out")
+    shutil.copytree(source, tmp_path / "text")
+    (tmp_path / "text" / "saved_model.pb").rename(tmp_path / "text" / "saved_model.pbtxt")
+    with pytest.raises(SavedModelError, match="as text"):
+        rewrite(tmp_path / "text", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_goals_that_cannot_be(source, tmp_path):
+    with pytest.raises(SavedModelError, match="source itself"):
+        rewrite(source, source, overwrite=True)
+    with pytest.raises(SavedModelError, match="inside the source"):
+        rewrite(source, source / "deep")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "thesis.txt").write_text("years of work")
+    with pytest.raises(SavedModelError, match="exists already"):
+        rewrite(source, tmp_path / "there")
+    with pytest.raises(SavedModelError, match="no SavedModel"):
+        rewrite(source, tmp_path / "there", overwrite=True)
+    with pytest.raises(SavedModelError, match="cannot be written"):
+        rewrite(source, tmp_path / "there" / "thesis.txt" / "out")
+    assert (tmp_path / "there" / "thesis.txt").read_text() == "years of work"
+
+
+def test_overwrite(source, done, tmp_path):
+    shutil.copytree(source, tmp_path / "out")
+    rewrite(source, tmp_path / "out", overwrite=True, verify=False)
+    assert (tmp_path / "out" / "saved_model.pb").read_bytes() == (done[0] / "saved_model.pb").read_bytes()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_leaves_nothing(source, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saved_model.shutil, "copytree", full)
+    with pytest.raises(SavedModelError, match="the disk is full"):
+        rewrite(source, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_number_is_found_and_nothing_written(source, tmp_path, monkeypatch):
+    monkeypatch.setitem(lower.REGISTRY, "Tanh", lower.REGISTRY["Sin"])
+    with pytest.raises(VerifyError, match="Output 'mix/mixed' of the rewritten model differs"):
+        rewrite(source, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_signatures(tmp_path):
+    module = tf.Module()
+    module.f = tf.function(lambda x: tf.exp(x) * 2, input_signature=[tf.TensorSpec([None])])
+    module.g = tf.function(lambda x: tf.exp(x) * 3, input_signature=[tf.TensorSpec([None])])
+    tf.saved_model.save(module, str(tmp_path / "plain"))
+    with pytest.raises(SavedModelError, match="no signature"):
+        rewrite(tmp_path / "plain", tmp_path / "out")
+    rewrite(tmp_path / "plain", tmp_path / "out", verify=False)
+    x = tf.constant([1.0, 2.0])
+    np.testing.assert_allclose(saved_model.load(tmp_path / "out").f(x), np.exp([1.0, 2.0]) * 2, rtol=1e-6)
+
+
+def test_missing_signature(done):
+    with pytest.raises(OptionError, match=r"no signature 'serve'; it has 'score', 'mix'|'mix', 'score'"):
+        saved_model.signature_of(saved_model.load(done[0]), "serve")
+
+
+def test_string_inputs_and_unknown_ranks(tmp_path):
+    class Words(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="words"), tf.TensorSpec(None, name="any")])
+        def f(self, words, any):
+            lengths = tf.cast(tf.strings.length(words), tf.float32)
+            return {"y": tf.exp(lengths * -0.5) * 2, "z": tf.exp(any) * 2, "upper": tf.strings.upper(words)}
+
+    module = Words()
+    tf.saved_model.save(module, str(tmp_path / "plain"), signatures=module.f)
+    report = rewrite(tmp_path / "plain", tmp_path / "out")
+    assert len(report.clusters) == 1 and max(report.errors.values()) < 1e-5
+    assert any("rank" in r for r, _, _ in report.reasons())
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+def test_command_rewrite(source, tmp_path, capsys):
+    goal = str(tmp_path / "out")
+    page = tmp_path / "report.html"
+    assert cli.main(["rewrite", str(source), goal, "--native", "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "Stitched" in out and "score/probability" in out and f"Written: {goal}" in out
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert cli.main(["rewrite", str(source), goal, "--native"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("tf-stitch: ") and "--overwrite" in captured.err
+    assert captured.err.count("\n") == 1 and not captured.out
+    assert cli.main(["rewrite", str(source), goal, "--native", "--overwrite", "--no-verify", "-q"]) == 0
+    captured = capsys.readouterr()
+    assert not captured.out and not captured.err
+
+
+def test_command_explain_json(source, capsys):
+    assert cli.main(["explain", str(source), "--native", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stitched_ops"] > 0 and found["kernels_after"] < found["ops_before"]
+    assert any(c["nodes"] for g in found["graphs"] for c in g["clusters"])
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (["explain", "/no/such/folder"], "does not exist"),
+    (["explain", "{src}", "--target", "tpu"], "Target 'tpu' is not known"),
+    (["explain", "{src}", "--native", "--html", "/no/such/folder/x.html"], "cannot be written"),
+    (["rewrite", "{src}", "{out}", "--inputs", "/no/such.npz"], "cannot be read"),
+    (["bench", "{src}", "--signature", "serve", "--rounds", "1"], "no signature 'serve'"),
+])
+def test_command_errors_are_one_sentence(source, tmp_path, capsys, arguments, text):
+    filled = [a.format(src=source, out=tmp_path / "out") for a in arguments]
+    assert cli.main(filled) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("tf-stitch: ") and text in captured.err and captured.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_usage(capsys):
+    for arguments in ([], ["rewrite"], ["explain", "x", "--min-ops", "none"]):
+        with pytest.raises(SystemExit) as raised:
+            cli.main(arguments)
+        assert raised.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_importing_is_cheap_and_names_are_there():
+    code = "import sys, tf_stitch; assert 'tensorflow' not in sys.modules; tf_stitch.Options; tf_stitch.enable"
+    assert os.spawnv(os.P_WAIT, os.sys.executable, [os.sys.executable, "-c", code]) == 0
+    assert all(hasattr(tf_stitch, name) for name in tf_stitch.__all__)
+    with pytest.raises(AttributeError):
+        tf_stitch.nothing  # noqa: B018
