@@ -24,8 +24,8 @@ _TUNE = {"x86-64-v4": ["-mprefer-vector-width=512"]}
 # Operations that a loop on the host must vectorise (float32; the others of these also in float64).
 VECTOR_FLOAT = [
     "exp", "expm1", "log", "log1p", "sigmoid", "softplus", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
-    "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "sqrt", "rsqrt", "floor", "ceil", "rint", "abs", "sign", "max", "min",
-    "div_no_nan", "pow", "atan2", "nextafter"]
+    "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "sqrt", "rsqrt", "floor", "ceil", "rint", "abs", "sign", "max",
+    "min", "div_no_nan", "pow", "atan2", "nextafter"]
 SCALAR_DOUBLE = ("sin", "cos", "tan", "pow")
 
 # Element types with loops in the shared object: every compute type of an operation would take minutes.

@@ -30,21 +30,28 @@ TS_FN ts_exp_parts_ ts_exp_split_(float x) {
   return ts_exp_parts_{(high * w + low) * w + r, ts_bits(t) << 23};
 }
 
+// min(|x|, top), compared as integers: one instruction where a float compare and select that keeps NaN are two
+// and slower.  NaN becomes top; callers put it back.
+TS_FN float ts_abs_up_to_(float x, float top) {
+  ts_i32 a = (ts_i32)(ts_bits(x) & 0x7fffffffu), t = (ts_i32)ts_bits(top);
+  return ts_float_of((ts_u32)(a < t ? a : t));
+}
+TS_FN float ts_with_sign_(float magnitude, float sign) {
+  return ts_float_of(ts_bits(magnitude) | (ts_bits(sign) & 0x80000000u));
+}
+
 // The power of two is applied in two steps, so that overflow and denormal results come out of the second.
 TS_FN float ts_exp(float x) {
-  float c = x < -104.0f ? -104.0f : x;
-  c = c > 89.0f ? 89.0f : c;
-  ts_exp_parts_ e = ts_exp_split_(c);
+  ts_exp_parts_ e = ts_exp_split_(ts_with_sign_(ts_abs_up_to_(x, 104.0f), x));
   bool neg = x < 0.0f;
   float s = ts_float_of(e.n + (neg ? (127u + 64) << 23 : (127u - 64) << 23));
-  return (e.p + 1.0f) * s * (neg ? 0x1p-64f : 0x1p64f);
+  float r = (e.p + 1.0f) * s * (neg ? 0x1p-64f : 0x1p64f);
+  return x != x ? x : r;
 }
 
 // With e = e^-|x|: 1 / (1 + e) or e / (1 + e), corrected for the rounding of both terms.
 TS_FN float ts_sigmoid(float x) {
-  float a = -ts_abs(x);
-  a = a < -104.0f ? -104.0f : a;
-  ts_exp_parts_ parts = ts_exp_split_(a);
+  ts_exp_parts_ parts = ts_exp_split_(-ts_abs_up_to_(x, 104.0f));
   float p = parts.p + 1.0f;
   float p_low = (1.0f - p) + parts.p;
   float s = ts_float_of(parts.n + ((127u + 64) << 23));
@@ -52,53 +59,51 @@ TS_FN float ts_sigmoid(float x) {
   float d = 1.0f + e;
   float d_low = (1.0f - d) + e;
   float q = (x < 0.0f ? e : 1.0f) / d;
-  return q + q * ((x < 0.0f ? p_low : 0.0f) - d_low);
+  float r = q + q * ((x < 0.0f ? p_low : 0.0f) - d_low);
+  return x != x ? x : r;
 }
 
 // --- float: tanh, erf --------------------------------------------------------------------------------
 
-// Both take one polynomial whose coefficients are picked by the size of the argument: near zero f(x) / x - 1
-// in x^2, elsewhere what gives 1 - f, of which only the absolute error counts.
+// Two polynomials each, both evaluated: near zero that of f(x) / x - 1 in x^2; elsewhere what gives 1 - f, of
+// which only the absolute error counts.
 
 // Large: 1 - 2 / (1 + e^2a), e^2a = 2^n 2^f.
 TS_FN float ts_tanh(float x) {
-  float a = ts_abs(x);
-  a = a > 9.125f ? 9.125f : a;
-  bool small = a < 0.8f;
+  float a = ts_abs_up_to_(x, 9.125f);
+  float z = a * a, z2 = z * z;
+  float s01 = -0x1.55553ep-2f * z;
+  float s23 = -0x1.b92b2ep-5f * z + 0x1.110b58p-3f;
+  float s45 = -0x1.e5e53ep-8f * z + 0x1.5d160ep-6f;
+  float small = ((0x1.a008c0p-10f * z2 + s45) * z2 + s23) * z2 + s01;
   float t = a * 0x1.715476p+1f + 0x1.8p23f;
   float n = t - 0x1.8p23f;
-  float f = a * 0x1.715476p+1f - n;
-  float z = a * a;
-  float v = small ? z : f;
-  float w = v * v;
-  float c01 = (small ? -0x1.55553ep-2f : 0x1.62e430p-1f) * v + (small ? 0.0f : 1.0f);
-  float c23 = (small ? -0x1.b92b2ep-5f : 0x1.c6af7cp-5f) * v + (small ? 0x1.110b58p-3f : 0x1.ebfbdcp-3f);
-  float c45 = (small ? -0x1.e5e53ep-8f : 0x1.5f082ep-10f) * v + (small ? 0x1.5d160ep-6f : 0x1.3b2de0p-7f);
-  float p = ((small ? 0x1.a008c0p-10f : 0x1.416b60p-13f) * w + c45) * w + c23;
-  p = p * w + c01;
-  float e = p * ts_float_of((ts_bits(t) << 23) + (127u << 23));
+  float f = a * 0x1.715476p+1f - n, f2 = f * f;
+  float e01 = 0x1.62e430p-1f * f + 1.0f;
+  float e23 = 0x1.c6af7cp-5f * f + 0x1.ebfbdcp-3f;
+  float e45 = 0x1.5f082ep-10f * f + 0x1.3b2de0p-7f;
+  float e = ((0x1.416b60p-13f * f2 + e45) * f2 + e23) * f2 + e01;
+  e = ts_float_of(ts_bits(e) + (ts_bits(t) << 23));
   float large = 1.0f - 2.0f / (1.0f + e);
-  float r = small ? a * p + a : large;
-  return ts_float_of(ts_bits(r) | (ts_bits(x) & 0x80000000u));
+  float r = ts_with_sign_(a < 0.8f ? a * small + a : large, x);
+  return x != x ? x : r;
 }
 
 // Large: 1 - q(a)^8, q the eighth root of erfc.
 TS_FN float ts_erf(float x) {
-  float a = ts_abs(x);
-  a = a > 3.9375f ? 3.9375f : a;
-  bool small = a < 1.1f;
-  float z = a * a;
-  float v = small ? z : a;
-  float w = v * v;
-  float c01 = (small ? -0x1.812734p-2f : -0x1.2aebfcp-3f) * v + (small ? 0x1.06eba8p-3f : 0x1.004686p+0f);
-  float c23 = (small ? -0x1.b7cde0p-6f : -0x1.982740p-7f) * v + (small ? 0x1.ce2aa6p-4f : -0x1.ec09a4p-5f);
-  float c45 = (small ? -0x1.9a3ddep-11f : -0x1.51df02p-9f) * v + (small ? 0x1.52ac24p-8f : 0x1.b71054p-7f);
-  float p = ((small ? 0x1.2f80a4p-14f : 0x1.4f5350p-13f) * w + c45) * w + c23;
-  p = p * w + c01;
-  float p2 = p * p;
-  float p4 = p2 * p2;
-  float r = small ? a * p + a : 1.0f - p4 * p4;
-  return ts_float_of(ts_bits(r) | (ts_bits(x) & 0x80000000u));
+  float a = ts_abs_up_to_(x, 3.9375f);
+  float z = a * a, z2 = z * z;
+  float s23 = -0x1.b793f4p-6f * z + 0x1.ce269ap-4f;
+  float s45 = -0x1.918112p-11f * z + 0x1.51349ep-8f;
+  float small = (0x1.1c0d62p-14f * z2 + s45) * z2 + s23;
+  small = (small * z - 0x1.812718p-2f) * z + 0x1.06eba6p-3f;
+  float q23 = -0x1.ad6aecp-7f * a - 0x1.e5138cp-5f;
+  float q45 = -0x1.59c6c2p-9f * a + 0x1.c0070ap-7f;
+  float q = (0x1.5ab6e6p-13f * z + q45) * z + q23;
+  q = (q * a - 0x1.2c1d8ap-3f) * a + 0x1.005140p+0f;
+  float q2 = q * q, q4 = q2 * q2;
+  float r = ts_with_sign_(a < 1.16f ? a * small + a : 1.0f - q4 * q4, x);
+  return x != x ? x : r;
 }
 
 // --- float: log --------------------------------------------------------------------------------------
