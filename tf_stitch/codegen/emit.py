@@ -80,8 +80,8 @@ class KernelEmitter:
 
     def _text(self) -> str:
         bits = 32 if self._small() else 64
-        lines = [f"TS_KERNEL({_PLACEHOLDER}) {{", f"  TS_ENTER({bits})"]
         names = [*self.inputs.values(), *self.outputs.values()]
+        lines = [f"TS_KERNEL({_PLACEHOLDER}, {len(names)}, {len(self.dims)}) {{", f"  TS_ENTER({bits})"]
         for k, (node, name) in enumerate(zip((*self.inputs, *self.outputs), names, strict=True)):
             macro = "TS_IN" if name.startswith("x") else "TS_OUT"
             lines.append(f"  {macro}({storage_type(node.dtype)}, {name}, {k})")

@@ -8,23 +8,39 @@
 
 #include "ts_math.h"
 
-struct ts_problem {
-  void* const* buffers;
-  const int64_t* dims;
-  int64_t blocks;
-};
-
+// A problem is what one launch of the kernel works on: addresses, dims, number of blocks.  A lone launch passes it by
+// value; with TS_MANY defined there is also name_many, which takes a table of problems (a superkernel).
 #define TS_THREADS 256
-#define TS_KERNEL(name) \
-  extern "C" __global__ void __launch_bounds__(TS_THREADS) name(const ts_problem* ts_p, int32_t* ts_status)
-#define TS_ENTER(bits)                                   \
-  typedef ts_index_type<bits>::type ts_idx;              \
-  extern __shared__ __align__(64) char ts_shared[];      \
-  int64_t ts_block = blockIdx.x;                         \
-  while (ts_block >= ts_p->blocks) ts_block -= (ts_p++)->blocks;
-#define TS_IN(T, name, k) const T* __restrict__ name = (const T*)ts_p->buffers[k];
-#define TS_OUT(T, name, k) T* __restrict__ name = (T*)ts_p->buffers[k];
-#define TS_DIM(name, k) const ts_idx name = (ts_idx)ts_p->dims[k];
+#define TS_KERNEL(name, buffers, dims)                                                                   \
+  struct name##_problem {                                                                                \
+    enum { NB = (buffers), ND = (dims) };                                                                \
+    int64_t words[NB + ND + 1];                                                                          \
+  };                                                                                                     \
+  static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,      \
+                                                     int32_t* ts_status);                                \
+  extern "C" __global__ void __launch_bounds__(TS_THREADS) name(const __grid_constant__ name##_problem p) { \
+    name##_body(p, blockIdx.x, nullptr);                                                                 \
+  }                                                                                                      \
+  TS_MANY_(name)                                                                                         \
+  static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,      \
+                                                     int32_t* ts_status)
+#ifdef TS_MANY
+#define TS_MANY_(name)                                                                                \
+  extern "C" __global__ void __launch_bounds__(TS_THREADS) name##_many(const name##_problem* table) { \
+    int64_t block = blockIdx.x;                                                                       \
+    while (block >= table->words[name##_problem::NB + name##_problem::ND])                            \
+      block -= (table++)->words[name##_problem::NB + name##_problem::ND];                             \
+    name##_body(*table, block, nullptr);                                                              \
+  }
+#else
+#define TS_MANY_(name)
+#endif
+#define TS_ENTER(bits)                      \
+  typedef ts_index_type<bits>::type ts_idx; \
+  extern __shared__ __align__(64) char ts_shared[];
+#define TS_IN(T, name, k) const T* __restrict__ name = (const T*)ts_p.words[k];
+#define TS_OUT(T, name, k) T* __restrict__ name = (T*)ts_p.words[k];
+#define TS_DIM(name, k) const ts_idx name = (ts_idx)ts_p.words[ts_p.NB + (k)];
 #define TS_SHARED(T, name, offset) T* name = (T*)(ts_shared + (offset));
 
 #define TS_PART(first, count) if (ts_block >= (first) && ts_block < (first) + (count))

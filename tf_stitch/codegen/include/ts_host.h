@@ -11,7 +11,7 @@ struct ts_problem {
 };
 
 #define TS_PRAGMA_(x) _Pragma(#x)
-#define TS_KERNEL(name) \
+#define TS_KERNEL(name, buffers, dims) \
   extern "C" __attribute__((visibility("default"))) void name( \
       const ts_problem* ts_p, int64_t ts_begin, int64_t ts_end, char* ts_shared, int32_t* ts_status)
 #define TS_ENTER(bits) typedef int64_t ts_idx; (void)ts_shared; (void)ts_status;
