@@ -285,23 +285,21 @@ def _node_copy(n: NodeView, name: str) -> node_def_pb2.NodeDef:
 # --- loops and calls ---------------------------------------------------------------------------------
 
 def _update_loops(view: GraphView, shapes: Shapes, fixed: Shapes) -> bool:
-    """A loop variable has at first its initial shape; what an iteration contradicts is forgotten."""
-    changed = False
-    for n in view:
-        if not is_loop_merge(view, n):
-            continue
-        ref = (n.name, 0)
+    """A loop variable has at first its initial shape; what an iteration contradicts is forgotten.
+
+    Nothing is forgotten while initial shapes are still being found: an inner loop's may need an outer loop's.
+    """
+    heads = [n for n in view if is_loop_merge(view, n)]
+    started = {}
+    for n in heads:
         entry = [shapes.get(r) for r in n.inputs if not _is_back(view, r)]
-        if ref not in fixed:
-            new = relax(*entry) if entry else None
-            if new is None:
-                continue
-        else:
-            new = relax(fixed[ref], *(shapes.get(r) for r in n.inputs))
-        if ref not in fixed or fixed[ref] != new:
-            fixed[ref], changed = new, True
-        fixed.setdefault((n.name, 1), ())
-    return changed
+        if (n.name, 0) not in fixed and entry and relax(*entry) is not None:
+            started[n.name, 0] = relax(*entry)
+    kept = {(n.name, 0): relax(fixed[n.name, 0], *(shapes.get(r) for r in n.inputs)) for n in heads if (n.name, 0) in fixed}
+    new = started or {ref: shape for ref, shape in kept.items() if fixed[ref] != shape}
+    fixed.update(new)
+    fixed.update({(name, 1): () for name, _ in new})
+    return bool(new)
 
 
 def _update_calls(view: GraphView, shapes: Shapes, fixed: Shapes, assume: bool) -> bool:

@@ -93,9 +93,24 @@ def _missing_dim(c: Context, x: Node, others: Sequence[Dim]) -> Dim:
     total, product = x.size, D.product(others)
     if D.is_static(product) and product == 0:
         c.fail("-1 beside a dim of 0 is not determined")
+    if not _zeros_cancel(x, others):
+        c.b.require("le", 1, product, f"{c.node.name}: TensorFlow leaves out dims of 0 when it works out -1")
+        total, product = c.b.resolve(x.size), c.b.resolve(product)
     if D.mod(total, product) != 0:
         c.b.require("divides", total, product, f"{c.node.name}: the size for -1")
     return D.floordiv(c.b.resolve(x.size), c.b.resolve(product))
+
+
+def _zeros_cancel(x: Node, others: Sequence[Dim]) -> bool:
+    """Dims that may be 0 are dims of the input as well, and the rest of the input is static: 0 / 0 is no question."""
+    left = list(x.shape)
+    for d in others:
+        if D.is_static(d) or D.prove_le(1, d):
+            continue
+        if d not in left:
+            return False
+        left.remove(d)
+    return D.all_static(left) or all(D.is_static(d) for d in others)
 
 
 @lower("Squeeze")

@@ -149,8 +149,8 @@ def why_not(view: GraphView, node: NodeView | str) -> str | None:
         return _dtype_reason(view, node) or "a large constant stays a tensor of the graph"
     if entry is None:
         return f"op {node.op} is not supported"
-    return (_dtype_reason(view, node) or _kind_reason(view, node, entry) or _rank_reason(view, node)
-            or _static_reason(view, node, entry) or (entry.check(view, node) if entry.check else None))
+    return (_dtype_reason(view, node) or _kind_reason(view, node, entry) or _static_reason(view, node, entry)
+            or _rank_reason(view, node) or (entry.check(view, node) if entry.check else None))
 
 
 def _dtype_reason(view: GraphView, node: NodeView) -> str | None:

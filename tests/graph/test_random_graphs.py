@@ -1,0 +1,73 @@
+"""Two thousand random graphs: the imported IR against TensorFlow, unknown dims, several sizes."""
+from __future__ import annotations
+
+import numpy as np
+import random_graphs
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import assert_close, imported, ref_of, session
+
+from tf_stitch.errors import ImportFailed
+from tf_stitch.graph.view import GraphView
+from tf_stitch.ir import interp
+
+GRAPHS, BATCHES = 50, (3, 1, 6)
+
+
+def describe(g) -> str:
+    ops, stack = {}, [t.op for t in g.outputs]
+    while stack:
+        op = stack.pop()
+        if op.name not in ops:
+            ops[op.name] = f"{op.name} = {op.type}({', '.join(i.name for i in op.inputs)}) {[t.shape for t in op.outputs]}"
+            stack += [i.op for i in op.inputs]
+    return "\n".join(reversed(ops.values()))
+
+
+def compare(run, view, g, seed: int, wanted) -> tuple[int, int]:
+    """(runs compared, runs that fell back)"""
+    ir, refs = imported(view, g.outputs)
+    done = fell = 0
+    for batch, want in zip(BATCHES, wanted, strict=True):
+        arrays = dict(zip([ref_of(p) for p in g.placeholders], g.feed(batch, seed + batch), strict=True))
+        missing = [r for r in refs if r not in arrays]
+        if missing:
+            feed = dict(zip(g.placeholders, g.feed(batch, seed + batch), strict=True))
+            extra = run.run([run.graph.get_tensor_by_name(f"{n}:{p}") for n, p in missing], feed)
+            arrays.update(zip(missing, extra, strict=True))
+        try:
+            got = interp.run(ir, [arrays[r] for r in refs])
+        except interp.GuardFailed:
+            fell += 1
+            continue
+        for a, b, t in zip(got, want, g.outputs, strict=True):
+            assert_close(a, np.asarray(b), 100.0, f"{t.op.type} at batch {batch}")
+        done += 1
+    return done, fell
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**31 - 1))
+def test_random_graphs(seed):
+    graph = tf.Graph()
+    with graph.as_default():
+        graphs = [random_graphs.build(seed + i) for i in range(GRAPHS)]
+    view = GraphView(graph.as_graph_def())
+    done = fell = refused = 0
+    with session(graph) as run:
+        fetched = []
+        for batch in BATCHES:
+            feed = {p: a for i, g in enumerate(graphs) for p, a in zip(g.placeholders, g.feed(batch, seed + i + batch), strict=True)}
+            fetched.append(run.run([g.outputs for g in graphs], feed))
+        for i, g in enumerate(graphs):
+            try:
+                more, less = compare(run, view, g, seed + i, [f[i] for f in fetched])
+            except ImportFailed as e:
+                assert "is not known from shapes" in str(e) or "is not a constant" in str(e), f"{e}\n{describe(g)}"
+                refused += 1
+                continue
+            except (AssertionError, ValueError, IndexError) as e:
+                raise AssertionError(f"graph {i} of seed {seed}: {type(e).__name__} {e}\n{describe(g)}") from e
+            done, fell = done + more, fell + less
+    assert refused <= 2 and fell <= GRAPHS * len(BATCHES) * 0.1, f"{refused} refused, {fell} of {done + fell} runs fell back"
