@@ -2,6 +2,10 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
+import subprocess
+import sys
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -170,6 +174,15 @@ def test_an_unbound_symbol_is_named():
 def test_text_reads_well():
     assert str(2 * N * M + D.floordiv(N, 4)) == "div(n,4) + 2*m*n"
     assert D.to_text(7) == "7"
+
+
+def test_dims_go_from_process_to_process():
+    code = ("import pickle, sys; from tf_stitch.ir import dims as D; n = D.symbol('n'); "
+            "sys.stdout.buffer.write(pickle.dumps(D.floordiv(n * 3 + 1, 2) + n))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True,
+                          env={**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)})
+    want = D.floordiv(N * 3 + 1, 2) + N
+    assert {want: "found"}[pickle.loads(done.stdout)] == "found"
 
 
 @given(st.integers(-50, 50), st.integers(1, 12))

@@ -30,6 +30,16 @@ class Symbol:
     lo: int | None = 0
     hi: Dim | None = None
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.lo, self.hi))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self):  # the hash is this process's own
+        return Symbol, (self.name, self.lo, self.hi)
+
     @property
     def key(self) -> str:
         """Text that orders atoms."""
@@ -42,6 +52,16 @@ class Func:
 
     kind: str
     args: tuple[Dim, ...]
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.args))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self):
+        return Func, (self.kind, self.args)
 
     @functools.cached_property
     def key(self) -> str:
@@ -63,6 +83,9 @@ class Expr:
         self.terms = terms
         self._hash = hash(terms)
 
+    def __reduce__(self):
+        return Expr, (self.terms,)
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -81,12 +104,7 @@ class Expr:
         return _combine(_coerce(other), self, -1)
 
     def __mul__(self, other: Dim) -> Dim:
-        out: dict[Monomial, int] = {}
-        for m1, c1 in self.terms:
-            for m2, c2 in _terms(other):
-                m = _mul_monomials(m1, m2)
-                out[m] = out.get(m, 0) + c1 * c2
-        return _make(out)
+        return _multiply(self, other)
 
     __rmul__ = __mul__
 
@@ -120,6 +138,7 @@ def symbol(name: str, lo: int | None = 0, hi: Dim | None = None) -> Expr:
     return _atom(Symbol(name, lo, hi))
 
 
+@_memo
 def _atom(atom: Atom) -> Expr:
     return Expr(((((atom, 1),), 1),))
 
@@ -143,7 +162,7 @@ def _make(terms: Mapping[Monomial, int]) -> Dim:
     if not kept:
         return 0
     if len(kept) == 1:
-        return kept[0][1] if kept[0][0] == () else Expr(tuple(kept))
+        return kept[0][1] if not kept[0][0] else Expr(tuple(kept))
     for m, c in kept:
         for atom, p in m:
             if p == 1 and isinstance(atom, Func) and atom.kind == "mod":
@@ -169,6 +188,7 @@ def _recombine(terms: Mapping[Monomial, int], m: Monomial, c: int, mod_atom: Fun
     return None
 
 
+@_memo
 def _combine(a: Dim, b: Dim, sign: int) -> Dim:
     out = dict(_terms(a))
     for m, c in _terms(b):
@@ -176,7 +196,19 @@ def _combine(a: Dim, b: Dim, sign: int) -> Dim:
     return _make(out)
 
 
+@_memo
+def _multiply(a: Dim, b: Dim) -> Dim:
+    out: dict[Monomial, int] = {}
+    for m1, c1 in _terms(a):
+        for m2, c2 in _terms(b):
+            m = _mul_monomials(m1, m2)
+            out[m] = out.get(m, 0) + c1 * c2
+    return _make(out)
+
+
 def _mul_monomials(a: Monomial, b: Monomial) -> Monomial:
+    if not a or not b:
+        return a or b
     powers = dict(a)
     for atom, p in b:
         powers[atom] = powers.get(atom, 0) + p

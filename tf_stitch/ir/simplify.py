@@ -158,7 +158,7 @@ def fold(s: Simplifier, n: Node) -> Node | None:
     if len(arrays) < len(n.inputs):
         return None
     try:
-        return s.const(np.ascontiguousarray(evaluate(n, arrays, {})).reshape(n.shape), n)
+        return s.const(np.array(evaluate(n, arrays, {}), order="C"), n)
     except (ZeroDivisionError, IndexError):
         return None  # left for run time, where the op falls back and TensorFlow raises
 
