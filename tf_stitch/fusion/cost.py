@@ -20,6 +20,7 @@ from ..ir.ops import CHEAP, EXPENSIVE, OPS
 from .group import Group
 
 NOMINAL_DIMS = (4, 256)  # sizes that stand for an unknown dim
+ACCUMULATING = frozenset({"reduce", "arg_reduce", "scan", "dot", "conv", "window"})  # an addition or so per element
 PARTIAL_READS = frozenset({"slice", "gather", "gather_nd"})  # touch only what they return of their first operand
 NOMINAL_CORES = {"host": (2, 8, 64), "cuda": (132,)}
 
@@ -69,25 +70,28 @@ def nbytes(node: Node, env: Mapping[str, int]) -> int:
     return value_of(node.size, env) * DTYPES[node.dtype].size
 
 
-def element_work(node: Node, env: Mapping[str, int]) -> tuple[int, int]:
-    """(number of element evaluations, cost class) of computing a node once."""
+def evaluations(node: Node, env: Mapping[str, int]) -> int:
+    """How many elements are touched to compute a node once."""
     if node.op in ("reduce", "arg_reduce", "scan"):
-        return value_of(node.inputs[0].size, env), CHEAP
+        return value_of(node.inputs[0].size, env)
     if node.op == "dot":
         left, _ = node.attrs["contract"]
-        return value_of(node.size, env) * value_of(D.product(node.inputs[0].shape[a] for a in left), env), CHEAP
+        return value_of(node.size, env) * value_of(D.product(node.inputs[0].shape[a] for a in left), env)
     if node.op == "conv":
-        taps = D.product(node.inputs[1].shape[:-1])
-        return value_of(node.size, env) * value_of(taps, env), CHEAP
+        return value_of(node.size, env) * value_of(D.product(node.inputs[1].shape[:-1]), env)
     if node.op == "window":
-        return value_of(node.size, env) * value_of(D.product(node.attrs["size"]), env), CHEAP
-    return value_of(node.size, env), OPS[node.op].cost
+        return value_of(node.size, env) * value_of(D.product(node.attrs["size"]), env)
+    return value_of(node.size, env)
+
+
+def element_ns(node: Node, machine: Machine) -> float:
+    """Time of one evaluation on one core."""
+    return machine.op_time.get(CHEAP if node.op in ACCUMULATING else OPS[node.op].cost, machine.op_time[CHEAP])
 
 
 def compute_ns(node: Node, machine: Machine, env: Mapping[str, int]) -> float:
     """Time to compute a node once on one core."""
-    count, cost = element_work(node, env)
-    return count * machine.op_time.get(cost, machine.op_time[CHEAP])
+    return evaluations(node, env) * element_ns(node, machine)
 
 
 @dataclass(frozen=True)
@@ -135,8 +139,7 @@ def _once_ns(stage: Any, elements: int, stop: set[Node], machine: Machine, env: 
     total = 0.0
     for item in stage.items:
         for n in _inlined(item, stop):
-            evaluations = elements if n is item.node else min(elements, value_of(n.size, env))
-            total += evaluations * machine.op_time.get(OPS[n.op].cost, machine.op_time[CHEAP])
+            total += element_ns(n, machine) * (elements if n is item.node else min(elements, value_of(n.size, env)))
     return total
 
 

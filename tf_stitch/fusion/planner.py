@@ -92,6 +92,7 @@ class Planner:
         for region in self.regions():
             if not self.take_whole(region):
                 self.grow(region)
+        self.take_shown()
         self.copy_cheap_values()
         self.merge_layers()
         return [self.planned(u.nodes) for u in self.parts.in_order()]
@@ -150,7 +151,7 @@ class Planner:
 
     def regions(self) -> list[frozenset[Unit]]:
         """Weakly connected sets of units, cut at work that stays a kernel of its own."""
-        left = {u for u in self.parts.units if not _alone(u)}
+        left = {u for u in self.parts.units if not _alone(u) and not self._only_shows(u)}
         found = []
         while left:
             seed = min(left, key=lambda u: u.id)
@@ -164,6 +165,22 @@ class Planner:
                     stack.append(v)
             found.append(frozenset(region))
         return found
+
+    def _only_shows(self, unit: Unit) -> bool:
+        """True for outputs that only pick from other outputs: no group should grow around them."""
+        sources = {s for n in unit.nodes for s in self.parts.sources(n)} - unit.nodes
+        return (all(n.op in INDEXING for n in unit.nodes) and bool(sources & self.parts.required)
+                and not self.parts.consumers(unit))
+
+    def take_shown(self) -> None:
+        """Lets kernels write what only shows their outputs, where that pays."""
+        for u in self.parts.in_order():
+            if self._only_shows(u):
+                for p in self.parts.producers(u):
+                    both = frozenset((u, p))
+                    if not _alone(p) and not self.parts.makes_cycle(both) and self.pays(both):
+                        self.parts.contract(both)
+                        break
 
     def take_whole(self, region: frozenset[Unit]) -> bool:
         """Makes a region one kernel when it is legal and costs nothing."""
