@@ -161,9 +161,9 @@ def peak_bytes(call: Call) -> int:
 def trace(call: Call) -> Trace:
     """What a call executed, from TensorFlow's profiler (XPlane).
 
-    Ops are host events named "node:Type"; kernels are the events of a GPU's streams, or on a CPU XLA's thunks and
-    the steps of stitched programs, which the op announces as "tf_stitch_kernel:name".  TensorFlow stops reporting cheap
-    ops after some ten calls of a function, so trace a young one.
+    Ops are host events named "node:Type", and "tf_stitch:name" for the runs of stitched programs.  Kernels are the
+    events of a GPU's streams, or on a CPU XLA's thunks and the steps of stitched programs ("tf_stitch_kernel:name").
+    TensorFlow stops reporting cheap ops after some ten calls of a function, so trace a young one.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
@@ -190,6 +190,8 @@ def _read(planes: Iterable[Any]) -> Trace:
                 if on_gpu:
                     if line.name.startswith("Stream"):
                         kernels.setdefault((name, "gpu"), []).append(us)
+                elif name.startswith("tf_stitch:"):
+                    ops.setdefault((name.split(":", 1)[1], "StitchedProgram"), []).append(us)
                 elif name.startswith("tf_stitch_kernel:"):
                     kernels.setdefault((name.split(":", 1)[1], "stitched"), []).append(us)
                 elif any(stats[s.metadata_id] == "hlo_op" for s in event.stats):
@@ -204,7 +206,7 @@ def _op_type(event: str) -> str:
     """The op type of an event "node:Type"; "" for events that are no ops (spaces, scopes, functions)."""
     node, colon, kind = event.rpartition(":")
     is_op = colon and node and not node.endswith(":") and kind.replace("_", "").isalnum() and " " not in node
-    return kind if is_op and not kind.startswith("__") else ""
+    return kind if is_op and not kind.startswith("__") and kind != "StitchedProgram" else ""
 
 
 def _summary(found: dict[tuple[str, str], list[float]]) -> list[OpTime]:

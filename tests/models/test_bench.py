@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf_stitch
 from models import bench as models_bench
 from tf_stitch import bench
 
@@ -106,3 +107,14 @@ def test_bad_arguments(bad: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
         models_bench.parse(bad)
     assert end.value.code == 2
+
+
+def test_a_stitched_op_counts_as_its_kernels() -> None:
+    call = tf_stitch.function(lambda x: tf.nn.softmax(tf.tanh(x) + 1.0),
+                              input_signature=[tf.TensorSpec([None, 64], tf.float32)])
+    x = tf.ones([8, 64])
+    call(x)
+    traced = bench.trace(lambda: call(x))
+    steps = sum(k.calls for k in traced.kernels)
+    assert [o.kind for o in traced.ops if o.kind not in bench.FREE_OPS] == ["StitchedProgram"]
+    assert bench.counts(traced) == (1, steps) and steps >= 1
