@@ -8,7 +8,7 @@ TEST_JOBS ?= 2
 
 BIN := .venv/bin
 STAMPS := .venv/stamps
-CXX_FILES := $(wildcard custom_ops/*.cc custom_ops/*.h tf_stitch/codegen/include/*.h)
+CXX_FILES := $(wildcard custom_ops/*.cc custom_ops/*.h tf_stitch/codegen/include/*.h tests/*/*.cc)
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -1,0 +1,84 @@
+// Reads programs, damages them, parses and plans them.  Built with sanitizers by test_fuzz.py: a read out of bounds,
+// an overflow or a leak ends it with an error.
+//
+//   fuzz_program SEED ROUNDS FILE...     the files hold sections without the header
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../../custom_ops/plan.h"
+#include "../../custom_ops/program.h"
+
+namespace {
+
+// The header that serialize.seal writes; bit by bit, so that it checks the library's own checksum too.
+std::string Seal(const std::string& payload) {
+  uint32_t crc = 0xFFFFFFFFu;
+  for (unsigned char byte : payload) {
+    crc ^= byte;
+    for (int k = 0; k < 8; ++k) crc = (crc & 1) ? 0xEDB88320u ^ (crc >> 1) : crc >> 1;
+  }
+  crc ^= 0xFFFFFFFFu;
+  std::string data = "TFSP\x01";
+  for (int i = 0; i < 4; ++i) data += static_cast<char>(crc >> (8 * i));
+  return data + payload;
+}
+
+// Plans for small, huge, negative and usual sizes.
+void PlanAll(const tf_stitch::Program& program, std::mt19937_64* rng, int64_t* usable) {
+  static constexpr int64_t kSizes[] = {0, 1, 2, 7, 64, 1000, -1, int64_t{1} << 40, INT64_MAX, INT64_MIN};
+  size_t length = 0;
+  for (uint32_t id : program.inputs) length += program.buffers[id].shape.size();
+  for (const auto& s : program.symbols) length += s.kind == tf_stitch::SymbolKind::kValue;
+  for (int i = 0; i < 4; ++i) {
+    tf_stitch::Signature signature(length);
+    int64_t same = kSizes[(*rng)() % 6];
+    for (int64_t& v : signature) v = i < 2 ? same : kSizes[(*rng)() % 10];
+    auto plan = tf_stitch::MakePlan(program, signature);
+    *usable += plan->usable;
+    if (plan->usable != plan->why_not.empty()) abort();
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::mt19937_64 rng(strtoull(argv[1], nullptr, 10));
+  int64_t rounds = atoll(argv[2]), parsed = 0, usable = 0;
+  std::vector<std::string> seeds;
+  for (int i = 3; i < argc; ++i) {
+    std::ifstream file(argv[i], std::ios::binary);
+    seeds.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+  }
+  for (int64_t round = 0; round < rounds; ++round) {
+    std::string data = seeds[rng() % seeds.size()];
+    for (uint64_t changes = round < static_cast<int64_t>(seeds.size()) ? 0 : 1 + rng() % 4; changes; --changes) {
+      size_t at = rng() % data.size();
+      switch (rng() % 4) {
+        case 0:
+          data.erase(at, 1 + rng() % 3);
+          break;
+        case 1:
+          data.insert(at, 1 + rng() % 3, static_cast<char>(rng()));
+          break;
+        default:
+          data[at] = static_cast<char>(rng() % 3 ? rng() % 8 : rng());
+      }
+      if (data.empty()) data = "x";
+    }
+    tf_stitch::Program program;
+    std::string error;
+    if (tf_stitch::ParseProgram(Seal(data), &program, &error)) {
+      ++parsed;
+      PlanAll(program, &rng, &usable);
+    } else if (error.empty()) {
+      abort();
+    }
+  }
+  printf("%lld parsed, %lld plans usable\n", static_cast<long long>(parsed), static_cast<long long>(usable));
+}
