@@ -50,6 +50,18 @@ def test_hot_loops_call_nothing(level, tmp_path):
         assert not re.search(r"\bcall", body), body.split(">", 1)[0]
 
 
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+@pytest.mark.parametrize("level", ["x86-64", *LEVELS])
+def test_no_library_is_needed(level, tmp_path):
+    source, target = tmp_path / "all.cc", tmp_path / "all.o"
+    floats = [loop(*entry) for entry in elementwise() if entry[1].name in ("float32", "float64")]
+    source.write_text("\n".join(['#include "ts_math.h"', *floats]))
+    subprocess.run([CXX, *FLAGS, "-O1", f"-march={level}", "-I", str(INCLUDE), "-c", str(source), "-o", str(target)],
+                   check=True)
+    undefined = subprocess.run(["nm", "-u", str(target)], capture_output=True, text=True, check=True).stdout.split()
+    assert set(undefined) <= {"U", "_GLOBAL_OFFSET_TABLE_", "memcpy", "memset"}
+
+
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 def test_cuda_compiles(tmp_path):
     source = tmp_path / "all.cu"

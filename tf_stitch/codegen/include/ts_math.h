@@ -58,10 +58,32 @@ TS_FN T ts_sign(T x) {
   TS_FN float ts_name(float x, float y) { return TS_LIBM_(name##f)(x, y); }       \
   TS_FN double ts_name(double x, double y) { return TS_LIBM_(name)(x, y); }
 
+TS_UNARY_LIBM_(ts_sqrt, sqrt)
+
+#if defined(__SSE2__) && !defined(__SSE4_1__)
+
+// No rounding instruction: adding and taking away the power of two from which on floats are integers rounds.
+template <class T>
+TS_FN T ts_rint(T x) {
+  constexpr T big = sizeof(T) == 4 ? T(0x1p23) : T(0x1p52);
+  T a = ts_abs(x), r = a < big ? (a + big) - big : a;
+  return ts_bits(x) >> (sizeof(T) * 8 - 1) ? -r : r;
+}
+template <class T>
+TS_FN T ts_floor(T x) {
+  T r = ts_rint(x);
+  return r > x ? r - T(1) : r;
+}
+template <class T>
+TS_FN T ts_ceil(T x) { return -ts_floor(-x); }
+
+#else
+
 TS_UNARY_LIBM_(ts_floor, floor)
 TS_UNARY_LIBM_(ts_ceil, ceil)
 TS_UNARY_LIBM_(ts_rint, rint)
-TS_UNARY_LIBM_(ts_sqrt, sqrt)
+
+#endif
 
 TS_FN float ts_rsqrt(float x) { return 1.0f / ts_sqrt(x); }
 TS_FN double ts_rsqrt(double x) { return 1.0 / ts_sqrt(x); }

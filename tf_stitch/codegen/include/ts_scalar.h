@@ -67,7 +67,7 @@ TS_SCALAR_FN ts_angle64_ ts_reduce_large_(double a) {
 
 // Cody and Waite: pi/2 in three parts of 33 bits and a last one.
 TS_SCALAR_FN ts_angle64_ ts_reduce_small_(double a) {
-  double n = __builtin_rint(a * 0x1.45f306dc9c883p-1);
+  double n = ts_rint(a * 0x1.45f306dc9c883p-1);
   double r0 = a - n * 0x1.921fb544p+0;  // exact, as is the next product
   double w = n * 0x1.0b4611a6p-34;
   double r1 = r0 - w;
@@ -124,8 +124,8 @@ TS_SCALAR_FN double ts_pow(double x, double y) {
   if (y == 0 || x == 1) return 1;
   if (x != x || y != y) return ts_nan(0.0);
   double inf = ts_inf(0.0), a = ts_abs(x), ay = ts_abs(y);
-  bool whole = ay >= 0x1p52 || __builtin_rint(y) == y;
-  bool odd = whole && ay < 0x1p53 && __builtin_rint(y * 0.5) != y * 0.5;
+  bool whole = ay >= 0x1p52 || ts_rint(y) == y;
+  bool odd = whole && ay < 0x1p53 && ts_rint(y * 0.5) != y * 0.5;
   double sign = (ts_bits(x) >> 63) && odd ? -1.0 : 1.0;
   if (ay == inf) return a == 1 ? 1.0 : (a > 1) == (y > 0) ? inf : 0.0;
   if (a == 0 || a == inf) return sign * ((a == 0) == (y > 0) ? 0.0 : inf);
