@@ -16,11 +16,13 @@ Attrs by op (``Dim`` = int or symbolic):
   reverse      axes:tuple[int]
   pad          low:tuple[Dim], high:tuple[Dim], interior:tuple[int]; inputs (x, value scalar)
   concat       axis:int; any number of inputs
-  gather       inputs (params, indices); axis:int, batch_dims:int, mode:"error"|"clip"|"zero"
+  gather       inputs (params, indices); axis:int, batch_dims:int, mode:"error"|"clip"|"zero": what an index out of
+               range gives (the error status, the nearest element, zero; clipping to an empty dim is the error)
                result = params.shape[:axis] + indices.shape[batch_dims:] + params.shape[axis+1:]
   gather_nd    inputs (params, indices); batch_dims:int, mode as gather
   reduce       kind:"sum"|"prod"|"max"|"min"|"and"|"or"; axes:tuple[int] (sorted; dropped from the shape)
-  arg_reduce   kind:"max"|"min"; axis:int           first index of the extreme; NaN counts as in TensorFlow
+  arg_reduce   kind:"max"|"min"; axis:int           first index that beats the lowest (highest) finite number, else 0,
+               so NaN never wins; an empty axis gives 0 (the importer rules it out: TensorFlow raises)
   scan         kind:"sum"|"prod"; axis:int, exclusive:bool, reverse:bool
   dot          batch:tuple[tuple[int],tuple[int]] and contract:likewise (lhs axes, rhs axes)
                result dims: batch, lhs free, rhs free (each in operand order)
@@ -28,6 +30,8 @@ Attrs by op (``Dim`` = int or symbolic):
                spatial rank 1..3, channels last; filter [*k, in/groups, out]
   window       kind:"max"|"sum"|"mean"(mean ignores padding); size, strides, padding over spatial dims, channels last
 Elementwise ops take operands of one shape (broadcasts are explicit) and one dtype.
+
+The table is filled by ``elementwise`` and ``structural``; :func:`make` checks and makes a node.
 """
 from __future__ import annotations
 
