@@ -12,7 +12,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-errors", action="store_true", help="skip the float64 run")
     parser.add_argument("--profile", type=int, nargs="?", const=15, default=0, metavar="N",
                         help="print the N ops and kernels that take longest")
+    parser.add_argument("--warm-cache", action="store_true", help="let stitched kernels come from the cache on disk")
     parser.add_argument("--peaks", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="", help="name of the result files (default: cpu or gpu)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
@@ -169,6 +171,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.peaks:
         print(json.dumps(peaks_here(args)))
         return 0
+    with contextlib.nullcontext() if args.warm_cache else _fresh_cache():
+        return _main(args)
+
+
+@contextlib.contextmanager
+def _fresh_cache() -> Iterator[None]:
+    """Stitched kernels are compiled anew, as on the first use of a model."""
+    old = os.environ.get("TF_STITCH_CACHE")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TF_STITCH_CACHE"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("TF_STITCH_CACHE")
+            if old is not None:
+                os.environ["TF_STITCH_CACHE"] = old
+
+
+def _main(args: argparse.Namespace) -> int:
     args.console = Console()
     rows: list[bench.Row] = []
     facts = bench.machine()
