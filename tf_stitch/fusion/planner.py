@@ -6,7 +6,7 @@ schedule for the union, and when the cost model expects it to pay.  In order:
 1. every compute node is a unit; single-user elementwise chains are joined at once (always legal);
 2. each connected region is tried as a whole; where that has no schedule or does not pay, groups grow along
    producers, layer by layer of the span, the longest path first;
-3. small producers with several reader groups are computed again by each reader instead of being written;
+3. cheap values are computed again by each reader where that beats writing and reading them;
 4. independent groups of one layer whose schedules have the same blocks become one multi-output kernel.
 """
 from __future__ import annotations
