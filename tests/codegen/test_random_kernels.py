@@ -7,6 +7,7 @@ import pytest
 
 from tests.codegen.support import compile_kernels, kernel_of
 from tests.ir_graphs import assert_matches, random_case, random_inputs
+from tf_stitch.backend.host import native_level
 from tf_stitch.errors import Unschedulable
 from tf_stitch.ir import interp
 from tf_stitch.schedule import HOST
@@ -15,7 +16,7 @@ CUTS = (0.0, 0.3, 0.31, 1.0)  # blocks may be run in any ranges
 # Small blocks reach edge blocks and axes of every kind with the small sizes of the random graphs.
 TARGETS = {"default": HOST, "small blocks": replace(HOST, block_work=16, min_blocks=4),
            "little shared memory": replace(HOST, block_work=64, min_blocks=4, shared_bytes=2048)}
-PER_TARGET = 140
+PER_TARGET = 150
 
 
 def _kernels(first: int, target):
@@ -27,7 +28,8 @@ def _kernels(first: int, target):
         try:
             out.append((seed, case, kernel_of(case.graph, target)))
         except Unschedulable:
-            assert target.shared_bytes < HOST.shared_bytes  # only a block too big for its memory may be refused
+            continue  # too much on chip, or too much work done twice: the planner splits such groups
+    assert len(out) > 0.8 * PER_TARGET
     return out
 
 
@@ -58,6 +60,8 @@ def _check(seed: int, case, kernel, library) -> int:
 @pytest.mark.parametrize("number,name", list(enumerate(TARGETS)))
 def test_kernels_match_the_interpreter(number, name):
     kernels = _kernels(10_000 + 1000 * number, TARGETS[name])
-    library = compile_kernels([k for _, _, k in kernels], ("-O1", "-march=x86-64-v3"))
+    # one target as it is shipped, vectors and all; the others for what the schedules do
+    flags = ("-O3", f"-march={native_level()}") if name == "default" else ("-O1", "-march=x86-64-v2")
+    library = compile_kernels([k for _, _, k in kernels], flags)
     compared = sum(_check(seed, case, kernel, library) for seed, case, kernel in kernels)
     assert compared > 2 * len(kernels) > PER_TARGET
