@@ -85,19 +85,26 @@ void* OpenFromFile(std::string_view bytes, std::string* error) {
   return handle;
 }
 
-// A shared object with these bytes, loaded once per process.
-std::shared_ptr<void> OpenShared(std::string_view bytes, std::string* error) {
-  struct Loaded {
-    std::string bytes;
-    std::weak_ptr<void> library;
-  };
+// A shared object in this process, and what it was loaded from.
+struct Library {
+  Library(void* h, std::string_view b) : handle(h), bytes(b) {}
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+  ~Library() { dlclose(handle); }
+
+  void* const handle;
+  const std::string bytes;
+};
+
+// The shared object with these bytes, loaded once per process.
+std::shared_ptr<Library> OpenShared(std::string_view bytes, std::string* error) {
   static std::mutex mu;
-  static auto& loaded = *new std::multimap<size_t, Loaded>;  // by hash; never destroyed: ops may outlive statics
+  static auto& loaded = *new std::multimap<size_t, std::weak_ptr<Library>>;  // by hash; ops may outlive statics
   size_t hash = std::hash<std::string_view>()(bytes);
   std::lock_guard<std::mutex> lock(mu);
   for (auto [it, last] = loaded.equal_range(hash); it != last;) {
-    std::shared_ptr<void> library = it->second.library.lock();
-    if (library && it->second.bytes == bytes) return library;
+    std::shared_ptr<Library> library = it->second.lock();
+    if (library && library->bytes == bytes) return library;
     it = library ? std::next(it) : loaded.erase(it);
   }
   std::string from_memory;
@@ -108,8 +115,8 @@ std::shared_ptr<void> OpenShared(std::string_view bytes, std::string* error) {
     return nullptr;
   }
   ++GlobalCounters().loads;
-  std::shared_ptr<void> library(handle, [](void* h) { dlclose(h); });
-  loaded.emplace(hash, Loaded{std::string(bytes), library});
+  auto library = std::make_shared<Library>(handle, bytes);
+  loaded.emplace(hash, library);
   return library;
 }
 
@@ -188,6 +195,7 @@ void RunBlocks(KernelFn kernel, const Problem& problem, int64_t begin, int64_t e
 
 // Blocks in one shard: enough shards to balance, none too short to be worth a thread.
 int64_t ShardSize(int64_t blocks, int64_t cost, int threads) {
+  if (threads <= 1) return blocks;
   double cycles = static_cast<double>(blocks) * static_cast<double>(cost);
   int64_t shards = static_cast<int64_t>(std::min(cycles / kShardCycles, 4.0 * threads));
   shards = std::max<int64_t>(1, std::min(shards, blocks));
@@ -226,12 +234,13 @@ std::unique_ptr<HostCode> HostCode::Load(const Program& program, std::string* er
                          [](const Step& s) { return s.kind == Step::Kind::kKernel; });
   if (!any) return code;
   if (!FindCode(program, &code->target_, &bytes, &built, error)) return nullptr;
-  code->library_ = OpenShared(bytes, error);
-  if (!code->library_) return nullptr;
+  std::shared_ptr<Library> library = OpenShared(bytes, error);
+  if (!library) return nullptr;
+  code->library_ = library;
   for (size_t i = 0; i < program.steps.size(); ++i) {
     const Step& s = program.steps[i];
     if (s.kind != Step::Kind::kKernel) continue;
-    code->kernels_[i] = reinterpret_cast<KernelFn>(dlsym(code->library_.get(), s.kernel.c_str()));
+    code->kernels_[i] = reinterpret_cast<KernelFn>(dlsym(library->handle, s.kernel.c_str()));
     if (!code->kernels_[i]) {
       *error = "its code for " + code->target_ + " has no kernel '" + s.kernel + "'";
       return nullptr;

@@ -24,6 +24,10 @@
 #include "tensorflow/core/lib/core/threadpool.h"
 #include "tensorflow/core/profiler/lib/traceme.h"
 
+#ifndef TF_STITCH_TF_VERSION  // setup.py gives it
+#define TF_STITCH_TF_VERSION "unknown"
+#endif
+
 namespace tf_stitch {
 
 using tensorflow::AsyncOpKernel;
