@@ -137,8 +137,6 @@ def test_min_ops_and_counting():
     found = find(infos, Options(), read=[("r", 0)])
     assert not found.clusters and "min_ops=2" in found.left[0].reason
     assert len(find(infos, Options(min_ops=1), read=[("r", 0)]).clusters) == 1
-    counter = [source("x"), node("a", "x", small_integer=True), node("b", "a", small_integer=True)]
-    assert not find(counter, Options(), read=[("b", 0)]).clusters
 
 
 def test_a_cycle_that_is_no_loop_is_refused():

@@ -409,8 +409,6 @@ def _not_worth_it(net: _Net, group: list[str], options: Options) -> str | None:
     compute = [n for n in group if net.by_name[n].computes]
     if len(compute) < options.min_ops:
         return f"a cluster of {len(compute)} compute ops is not worth an op of its own (min_ops={options.min_ops})"
-    if all(net.by_name[n].small_integer for n in compute):
-        return "it only counts or compares a few integers"
     return None
 
 
