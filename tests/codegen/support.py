@@ -16,7 +16,7 @@ from tf_stitch.fusion.group import Group
 from tf_stitch.ir import dims as D
 from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.ir.graph import Graph, Node
-from tf_stitch.schedule import HOST, Target, build
+from tf_stitch.schedule import HOST, Schedule, Target, build
 
 
 class Problem(ctypes.Structure):
@@ -31,9 +31,9 @@ def whole(graph: Graph) -> Group:
     return Group(tuple(nodes), tuple(graph.params), outputs)
 
 
-def kernel_of(graph: Graph, target: Target = HOST) -> Kernel:
+def kernel_of(graph: Graph, target: Target = HOST, wanted: Schedule | None = None) -> Kernel:
     """One kernel for a whole graph."""
-    return emit(build(whole(graph), target))
+    return emit(build(whole(graph), target, wanted))
 
 
 FENCE = 256  # bytes around every buffer that no kernel may touch

@@ -16,7 +16,7 @@ from tf_stitch.errors import Unschedulable
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.graph import Graph
-from tf_stitch.schedule import CUDA, HOST
+from tf_stitch.schedule import CUDA, HOST, Schedule
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
@@ -202,6 +202,31 @@ def test_outputs_that_share_nothing_have_blocks_of_their_own():
     names = [str(graph.params[0].shape[0]), str(graph.params[1].shape[1])]
     for n, m in ((0, 5), (20_000, 0), (7, 9_000), (0, 0)):
         check(graph, draw(graph, {names[0]: n, names[1]: m}), 1e-5, library, kernel)
+
+
+def test_outputs_that_read_one_input_share_its_blocks():
+    b = Builder()
+    x = b.param((None, 64), "float32", "x")
+    graph = b.finish([b.ew("exp", x), b.ew("mul", x, 2.0), b.cast(b.ew("floor", x), "int32")], "shared input")
+    kernel = kernel_of(graph)
+    assert kernel.text.count("TS_PART(") == 1 and kernel.text.count("x0[") == 1
+    (rows,) = {str(d) for d in x.shape[:1]}
+    library = compile_kernels([kernel])
+    for n in (0, 1, 1000):
+        check(graph, draw(graph, {rows: n}), 1e-6, library, kernel)
+
+
+@pytest.mark.parametrize("wanted", [
+    Schedule(0, 1), Schedule(0, 3), Schedule(1, 2), Schedule(2, 4), Schedule(0, 100), Schedule(2, 5, "Column"),
+    Schedule(1, 6, "Column"), Schedule(0, 2, "Column")], ids=str)
+def test_every_schedule_of_a_root_computes_the_same(wanted):
+    b = Builder()
+    x, y = b.param((5, 6, 7), "float32", "x"), b.param((7, 6, 5), "float32", "y")
+    total = b.reduce("sum", b.ew("exp", x), (1,))
+    z = b.ew("mul", b.ew("add", x, b.transpose(y, (2, 1, 0))), b.broadcast_to(b.reshape(total, (5, 1, 7)), x.shape))
+    graph = b.finish([z, b.reduce("max", z, (0,)), total], "three dims")
+    kernel = kernel_of(graph, wanted=wanted)
+    check(graph, draw(graph, {}), 1e-5, compile_kernels([kernel], ("-O1",)), kernel)
 
 
 def test_equal_kernels_have_equal_names():

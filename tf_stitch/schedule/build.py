@@ -1,13 +1,13 @@
 """Builds the schedule of a group: tile, boxes, storage, stages, shared memory."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import Unschedulable
 from ..fusion.group import Group
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
-from ..ir.graph import Node
+from ..ir.graph import Node, Shape
 from . import rules
 from .attempt import Attempt
 from .collapse import collapse
@@ -16,7 +16,7 @@ from .kernel_schedule import KernelSchedule, Part
 from .labels import Labels, operand_labels
 from .storage import HEAVY, SOURCES, Storage
 from .target import Target
-from .tile import Tags, candidates, guess
+from .tile import Schedule, Tags, candidates, guess
 
 LINES = 128  # bytes that a block should own at least along a contiguous dim: two cache lines
 SERIAL = 3  # a group that takes this many times its ideal time is better split,
@@ -24,15 +24,18 @@ SMALL_TIME = 200_000  # unless it takes less than this many element operations, 
 GOOD_ENOUGH = 1.2  # a tile that computes at most this many times the least work ends the search
 
 
-def build(group: Group, target: Target) -> KernelSchedule:
+def build(group: Group, target: Target, wanted: Schedule | None = None) -> KernelSchedule:
     """The schedule of a group on a target.
+
+    ``wanted`` is the schedule of the largest output, over its dims after :func:`collapse`; left out, the one with
+    the lowest estimated time is taken.
 
     Raises Unschedulable when some output's blocks cannot be made to fit the others', or when a block's values
     do not fit on chip; the planner then splits the group.
     """
     small = collapse(group)
     group = small.group
-    parts = [_build_part(nodes, outputs, target) for nodes, outputs in _components(group)]
+    parts = [_build_part(nodes, outputs, target, wanted) for nodes, outputs in _components(group)]
     return KernelSchedule(target, parts, group.inputs, group.outputs, frozenset(group.nodes), small.origin)
 
 
@@ -51,10 +54,27 @@ def _components(group: Group) -> list[tuple[list[Node], list[Node]]]:
         for x in n.inputs:
             if x in members and x.op not in SOURCES:
                 parent[find(n)] = find(x)
+    _join_readers(group, find, parent)
     sets: dict[Node, list[Node]] = {}
     for o in group.outputs:
         sets.setdefault(find(o), []).append(o)
     return [(_needed(outputs, members), outputs) for outputs in sets.values()]
+
+
+def _join_readers(group: Group, find: Callable[[Node], Node], parent: dict[Node, Node]) -> None:
+    """Outputs of one shape that read a common input share blocks: the input is loaded once."""
+    readers: dict[Node, list[Node]] = {}
+    for n in group.nodes:
+        for x in n.inputs:
+            if x in group.inputs and x.rank:
+                readers.setdefault(x, []).append(n)
+    for found in readers.values():
+        first: dict[Shape, Node] = {}
+        shapes = {find(o): o.shape for o in group.outputs}
+        for n in found:
+            root = find(n)
+            if root in shapes:
+                parent[root] = find(first.setdefault(shapes[root], root))
 
 
 def _needed(outputs: Iterable[Node], members: set[Node]) -> list[Node]:
@@ -73,9 +93,16 @@ def _needed(outputs: Iterable[Node], members: set[Node]) -> list[Node]:
     return order
 
 
-def _build_part(nodes: list[Node], outputs: list[Node], target: Target) -> Part:
-    primary = max(outputs, key=lambda o: (guess(o.size), o.rank, -o.id))
+def _primary(outputs: Iterable[Node]) -> Node:
+    return max(outputs, key=lambda o: (guess(o.size), o.rank, -o.id))
+
+
+def _build_part(nodes: list[Node], outputs: list[Node], target: Target, wanted: Schedule | None) -> Part:
+    primary = _primary(outputs)
     tags = _spread(primary, nodes)
+    for o in outputs:
+        if o.shape == primary.shape and None in tags.get(o, (None,)):
+            tags[o] = tuple(range(o.rank))  # not tied to the primary: any split will do
     total = max((_folded_work(n) for n in nodes), default=1)
     share = max(guess(primary.size), 1)
     per_block = min(max(total // target.min_blocks, target.block_work // 4), target.block_work)
@@ -87,7 +114,7 @@ def _build_part(nodes: list[Node], outputs: list[Node], target: Target) -> Part:
     storage = Storage(nodes, outputs)
     best: Attempt | None = None
     reason = f"No tile of '{primary.origin or primary}' gives a schedule; split the group."
-    for tile in candidates(primary.shape, elements, wide, least):
+    for tile in [wanted.tile(primary.shape)] if wanted else candidates(primary.shape, elements, wide, least):
         try:
             attempt = Attempt(nodes, outputs, primary, tags, tile, target, storage)
         except Unschedulable as e:
@@ -99,9 +126,9 @@ def _build_part(nodes: list[Node], outputs: list[Node], target: Target) -> Part:
             break
     if best is None:
         raise Unschedulable(reason)
-    if best.time > SERIAL * best.ideal + SMALL_TIME and best.part.kept - set(outputs):
-        raise Unschedulable(f"Blocks that compute '{primary.origin or primary}' would repeat each other's work or leave "
-                            "most cores idle; split the group.")
+    if wanted is None and best.time > SERIAL * best.ideal + SMALL_TIME and best.part.kept - set(outputs):
+        raise Unschedulable(f"Blocks that compute '{primary.origin or primary}' would repeat each other's work or "
+                            "leave most cores idle; split the group.")
     return best.part
 
 
