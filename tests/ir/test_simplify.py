@@ -156,3 +156,10 @@ def test_lossless_casts_lose_nothing(a, b, seed):
         x = (bits & 1).view(np.bool_) if a == "bool" else bits.view(d.numpy)
         with np.errstate(all="ignore"):
             assert_identical(x.astype(DTYPES[b].numpy).astype(d.numpy), x)
+
+
+def test_slices_of_empty_slices():
+    b = Builder()
+    x = b.param((2,), "float32")
+    graph = b.finish([b.slice(b.slice(x, [1], [0], [3]), [0], [0], [3])])
+    assert graph.outputs[0].attrs == {"starts": (0,), "steps": (1,)}

@@ -266,12 +266,15 @@ def _broadcast(s: Simplifier, n: Node) -> Node | None:
 @rule("slice")
 def _slice(s: Simplifier, n: Node) -> Node | None:
     x, starts, steps = n.inputs[0], n.attrs["starts"], n.attrs["steps"]
+    tidy = _tidy_slice(n, starts, steps)
+    if tidy != n.attrs:
+        return s.make("slice", [x], tidy, n.shape, of=n)
     if n.shape == x.shape and all(b == 0 for b in starts) and set(steps) <= {1}:
         return x
     if x.op == "slice":
         inner = zip(x.attrs["starts"], x.attrs["steps"], strict=True)
-        attrs = {"starts": tuple(b + c * k for (b, k), c in zip(inner, starts, strict=True)),
-                 "steps": tuple(a * b for a, b in zip(x.attrs["steps"], steps, strict=True))}
+        attrs = _tidy_slice(n, [b + c * k for (b, k), c in zip(inner, starts, strict=True)],
+                            [a * b for a, b in zip(x.attrs["steps"], steps, strict=True)])
         return s.make("slice", x.inputs, attrs, n.shape, of=n)
     if x.op == "broadcast":
         axes = x.attrs["axes"]
@@ -279,6 +282,12 @@ def _slice(s: Simplifier, n: Node) -> Node | None:
         inner_slice = s.make("slice", x.inputs, attrs, [n.shape[a] for a in axes], of=n)
         return s.make("broadcast", [inner_slice], {"axes": axes}, n.shape, of=n)
     return None
+
+
+def _tidy_slice(n: Node, starts: Sequence[D.Dim], steps: Sequence[int]) -> dict[str, Any]:
+    """Attributes of a slice: where it takes one element the step, and where it takes none the start, is moot."""
+    return {"starts": tuple(0 if size == 0 else b for b, size in zip(starts, n.shape, strict=True)),
+            "steps": tuple(1 if size in (0, 1) else k for k, size in zip(steps, n.shape, strict=True))}
 
 
 @rule("slice")

@@ -307,8 +307,11 @@ def identity(kind: str, dtype: str) -> np.ndarray:
 
 
 def _accumulate(x: np.ndarray) -> np.ndarray:
-    """Floats in float64: the reference is to be the exact result, rounded once."""
-    return x.astype(np.float64) if d_kind(x) == "float" else x
+    """Floats in float64: the reference is to be the exact result, rounded once.
+
+    Row-major, so that the order of summation does not depend on how the operand came about.
+    """
+    return x.astype(np.float64, order="C") if d_kind(x) == "float" else x
 
 
 def _reduce(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
@@ -399,7 +402,7 @@ def _eval_dot(arrays, attrs, shape, dtype):
         free = dot_free(a.ndim, batch, contract)
         order = (*batch, *free, *contract) if contract_last else (*batch, *contract, *free)
         n, k, f = (int(np.prod([a.shape[i] for i in axes], dtype=np.int64)) for axes in (batch, contract, free))
-        return a.transpose(order).reshape((n, f, k) if contract_last else (n, k, f))
+        return np.ascontiguousarray(a.transpose(order).reshape((n, f, k) if contract_last else (n, k, f)))
 
     with np.errstate(all="ignore"):
         out = np.matmul(matrix(x, bx, cx, True), matrix(y, by, cy, False))
