@@ -275,13 +275,13 @@ class _Place:
         if self.view is None or not self.infos:
             ops = len(_nodes_of(self.source))
             return GraphReport(self.name, self.why_untouched, ops, ops, 0, [], [], [])
-        compute = [i for i in self.infos if i.computes]
-        free = {i.name for i in compute if not lower.is_contraction(i.op)}
         reports = [self._cluster_report(k, job) for k, job in enumerate(self.jobs)]
         left = [LeftNode(x.node, x.op, x.reason, lower.is_contraction(x.op)) for x in self.found.left]
+        # Shape arithmetic that every reader computes for itself is neither stitched nor left.
+        free = sum(r.compute_ops for r in reports) + sum(not x.contraction for x in left)
         before = len(_nodes_of(self.source))
         after = before if self.nodes_after < 0 else self.nodes_after
-        return GraphReport(self.name, self.why_untouched, before, after, len(free), reports, left, self._edges())
+        return GraphReport(self.name, self.why_untouched, before, after, free, reports, left, self._edges())
 
     def _cluster_report(self, k: int, job: _Job) -> ClusterReport:
         assert self.view is not None
