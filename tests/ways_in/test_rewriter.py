@@ -396,3 +396,23 @@ def test_eager_context_is_left_alone():
     options = context.context().function_call_options
     rewrite(build(lambda: tf.identity(tf.exp(placeholder()) * 2, name="y")), NATIVE)
     assert context.context().function_call_options is options
+
+
+def test_a_cluster_of_constants_only():
+    """TensorFlow's own constant folding then runs the op while it optimizes."""
+    def graph():
+        big = tf.constant(normal(3, 700), name="big")
+        tf.add(tf.exp(big) * 2, placeholder(shape=(None, 700)), name="y")
+
+    gd = build(graph)
+    out, report = rewrite(gd, NATIVE)
+    assert len(report.clusters) == 1
+    only_constants, _ = rewrite(build(lambda: tf.identity(tf.exp(tf.constant(normal(3, 700))) * 2, name="y")), NATIVE)
+    assert stitched(only_constants)
+    with tf.Graph().as_default() as g, v1.Session(graph=g) as session:
+        tf.graph_util.import_graph_def(only_constants, name="")
+        np.testing.assert_allclose(session.run("y:0"), np.exp(normal(3, 700)) * 2, rtol=1e-6)
+    with tf.Graph().as_default() as g, v1.Session(graph=g) as session:
+        tf.graph_util.import_graph_def(out, name="")
+        got = session.run("y:0", {"x:0": normal(3, 700)})
+    np.testing.assert_allclose(got, run(gd, ["y:0"], {"x:0": normal(3, 700)})[0], rtol=1e-6, atol=1e-6)

@@ -1,0 +1,83 @@
+"""The report as text, JSON and a page that needs nothing else."""
+from __future__ import annotations
+
+import io
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+import tensorflow as tf
+
+from tf_stitch.graph.rewriter import rewrite
+from tf_stitch.report import ClusterReport, GraphReport, LeftNode, Report
+
+from .graphs import NATIVE, build, normal
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    def graph():
+        x = tf.compat.v1.placeholder(tf.float32, (None, 8), name="x")
+        for _ in range(3):
+            x = tf.nn.softmax(tf.tanh(tf.matmul(x, tf.constant(normal(8, 8)))) * 2) + x
+        tf.identity(tf.strings.as_string(x), name="text")
+
+    return rewrite(build(graph), NATIVE)[1]
+
+
+def test_numbers(report):
+    assert (len(report.clusters), report.kernels, report.stitched_ops) == (3, 3, 12)
+    assert (report.ops_before, report.ops_after, report.kernels_after) == (16, 7, 7)
+    assert report.coverage == pytest.approx(12 / 13)
+    assert "3 stitched ops with 3 kernels replace 12 TensorFlow ops" in report.summary()
+    assert Report().coverage == 1.0
+
+
+def test_json(report):
+    found = json.loads(report.to_json())
+    assert found["coverage"] == report.coverage and found["ops_before"] == 16
+    assert [c["name"] for c in found["graphs"][0]["clusters"]] == [c.name for c in report.clusters]
+
+
+def test_text(report):
+    out = io.StringIO()
+    report.to_text(out)
+    text = out.getvalue()
+    assert "Stitched" in text and "Softmax" in text and "AsString" in text and "library call" in text
+
+
+def test_page_is_whole_and_needs_nothing_else(report):
+    report.errors = {"serve/<y>": 1e-7}
+    page = report.to_html("a <model> & more")
+    assert page.startswith("<!DOCTYPE html>") and "a &lt;model&gt; &amp; more" in page and "serve/&lt;y&gt;" in page
+    assert not re.search(r"https?://|src=|url\(|@import|<link|<script", page)
+    (drawing,) = re.findall(r"<svg.*?</svg>", page, re.S)
+    svg = ElementTree.fromstring(drawing)
+    boxes = [g.get("class") for g in svg.iter("g")]
+    assert sorted(boxes) == ["contraction"] * 3 + ["group"] * 3 + ["left"]
+    assert len(list(svg.iter("path"))) == len(report.graphs[0].edges)
+    width, height = float(svg.get("width")), float(svg.get("height"))
+    rects = [{k: float(r.get(k)) for k in ("x", "y", "width", "height")} for r in svg.iter("rect")]
+    assert all(r["x"] >= 0 and r["x"] + r["width"] <= width and r["y"] + r["height"] <= height for r in rects)
+    for i, a in enumerate(rects):
+        for b in rects[:i]:
+            apart = (a["x"] + a["width"] <= b["x"] or b["x"] + b["width"] <= a["x"]
+                     or a["y"] + a["height"] <= b["y"] or b["y"] + b["height"] <= a["y"])
+            assert apart
+    for target in re.findall(r'href="#(\w+)"', page):
+        assert f'id="{target}"' in page
+
+
+def test_a_loop_can_be_drawn():
+    clusters = [ClusterReport(n, [("m", "Mul")], 1, [n], [], []) for n in ("a", "b")]
+    edges = [("a", "b"), ("b", "a"), ("b", "c"), ("c", "c")]
+    page = Report([GraphReport("f", None, 9, 5, 2, clusters, [LeftNode("c", "Print", "why")], edges)]).to_html()
+    assert page.count("<path") == 4
+
+
+def test_too_many_boxes_are_listed_only():
+    left = [LeftNode(f"n{k}", "Print", "why") for k in range(1000)]
+    clusters = [ClusterReport("a", [("m", "Mul")], 1, ["a"], [], [])]
+    page = Report([GraphReport("f", None, 9, 5, 2, clusters, left, [])]).to_html()
+    assert "<svg" not in page and "1001 boxes" in page
