@@ -145,9 +145,9 @@ def _processor() -> Finding:
 
 
 def _cache() -> Finding:
-    from .backend import host
+    from .backend import cache
 
-    folder = host.cache_folder()
+    folder = cache.cache_folder()
     sought = _Sought("Cache folder", "not compiling the same kernels again")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,10 @@ class CompileError(StitchError):
     """The C++ or CUDA compiler is missing or failed; the message carries its first error line."""
 
 
+class DeviceError(StitchError):
+    """A GPU, or what is needed to run kernels on one, is not there."""
+
+
 class SavedModelError(StitchError):
     """A SavedModel cannot be read, or the destination cannot be written."""
 

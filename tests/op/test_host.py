@@ -106,7 +106,7 @@ def test_cache_hits_and_damage(cache, monkeypatch):
 def test_cache_that_cannot_be_written(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(host, "CACHE", host.Cache())
+    monkeypatch.setattr(host, "CACHE", host.Cache("host", ".so"))
     for _ in range(2):
         assert host.compile_text(programs.TEXT)
     assert [r.message for r in caplog.records if "cannot be written" in r.message] == [caplog.records[0].message]

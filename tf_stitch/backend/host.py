@@ -1,7 +1,6 @@
 """The CPU backend: kernel text to machine code with g++ or clang++, and a runner that needs no TensorFlow.
 
-Compiled code is kept on disk by a hash of everything that goes into it.  Environment: ``CXX`` picks the compiler,
-``TF_STITCH_CACHE`` the cache folder.
+Compiled code is kept on disk (see :mod:`.cache`).  Environment: ``CXX`` picks the compiler.
 """
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import platform
 import shlex
@@ -22,18 +20,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import platformdirs
 
 from ..codegen.unit import HOST_FLAGS
 from ..errors import CompileError, GuardFailed
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..options import HOST_LEVELS
-from ..program.program import AliasStep, Buffer, KernelStep, Program
+from ..program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program
+from .cache import INCLUDE, Cache, first_error, key_of
 
-log = logging.getLogger("tf_stitch")
-
-INCLUDE = Path(__file__).resolve().parent.parent / "codegen" / "include"
+CACHE = Cache("host", ".so")
 PRELUDE = '#include "ts_host.h"\n'
 
 # No libm, no libstdc++: the code must load in any process and on any distribution.
@@ -114,7 +110,7 @@ def _version_of(command: tuple[str, ...], mtime: int) -> str:
     except OSError as error:
         raise CompileError(f"The C++ compiler '{command[0]}' cannot be run: {error.strerror}.") from None
     if result.returncode:
-        raise CompileError(f"The C++ compiler '{command[0]}' does not work: {_first_error(result.stderr)}")
+        raise CompileError(f"The C++ compiler '{command[0]}' does not work: {first_error(result.stderr)}")
     return result.stdout.partition("\n")[0]
 
 
@@ -162,79 +158,14 @@ def _run_compiler(source: str, command: list[str], flags: list[str]) -> bytes:
             result = subprocess.run([*command, *flags, f"-I{INCLUDE}", str(cpp), *LINK, "-o", str(so), *LINK_LAST],
                                     capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
             if result.returncode:
-                raise CompileError(f"{command[0]} failed to compile a kernel: {_first_error(result.stderr)}")
+                raise CompileError(f"{command[0]} failed to compile a kernel: {first_error(result.stderr)}")
             return so.read_bytes()
     except OSError as error:
         raise CompileError(f"Compiling a kernel failed: {error.strerror} ({error.filename}).") from None
 
 
-def _first_error(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["it gave no message"])[0]
-
-
-@functools.lru_cache(maxsize=1)
-def _headers(stamp: tuple) -> bytes:
-    return b"".join(path.name.encode() + path.read_bytes() for path in sorted(INCLUDE.glob("*.h")))
-
-
 def _key(source: str, version: str, command: Sequence[str], flags: Sequence[str]) -> str:
-    stamp = tuple((p.name, p.stat().st_mtime_ns) for p in sorted(INCLUDE.glob("*.h")))
-    h = hashlib.sha256()
-    for part in (version, *command, *flags, *LINK, *LINK_LAST, source):
-        h.update(part.encode() + b"\0")
-    h.update(_headers(stamp))
-    return h.hexdigest()
-
-
-# --- the cache -------------------------------------------------------------------------------------
-
-def cache_folder() -> Path:
-    """Where compiled code is kept between runs."""
-    return Path(os.environ.get("TF_STITCH_CACHE") or platformdirs.user_cache_dir("tf_stitch", appauthor=False))
-
-
-class Cache:
-    """Machine code by key: a file each, with a checksum after its contents.  Works without a writable folder."""
-
-    def __init__(self) -> None:
-        self._complained = False
-
-    def _path(self, key: str) -> Path:
-        return cache_folder() / "host" / key[:2] / f"{key}.so"
-
-    def get(self, key: str) -> bytes | None:
-        """The code under a key, or None; a damaged file counts as none."""
-        try:
-            data = self._path(key).read_bytes()
-        except OSError:
-            return None
-        code, digest = data[:-32], data[-32:]
-        return code if hashlib.sha256(code).digest() == digest else None
-
-    def put(self, key: str, code: bytes) -> None:
-        """Keeps code under a key; says so once when the folder cannot be written."""
-        path = self._path(key)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd, name = tempfile.mkstemp(dir=path.parent, prefix=".new")
-            try:
-                with os.fdopen(fd, "wb") as f:
-                    f.write(code + hashlib.sha256(code).digest())
-                os.replace(name, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-                raise
-        except OSError as error:
-            if not self._complained:
-                self._complained = True
-                log.warning("The cache folder %s cannot be written (%s); kernels are compiled anew each time. "
-                            "Set TF_STITCH_CACHE to a folder that can be written.", cache_folder(), error.strerror)
-
-
-CACHE = Cache()
+    return key_of((version, *command, *flags, *LINK, *LINK_LAST, source))
 
 
 # --- running without TensorFlow --------------------------------------------------------------------
@@ -304,6 +235,8 @@ def _symbols_of(program: Program) -> frozenset[D.Symbol]:
     for s in program.steps:
         if isinstance(s, KernelStep):
             dims += [*s.dims, s.blocks, s.shared_bytes, s.cost]
+        elif isinstance(s, LibraryStep):
+            dims += s.dims
     return frozenset().union(*(D.symbols(d) for d in dims))
 
 
@@ -351,6 +284,8 @@ def run(program: Program, inputs: Sequence[np.ndarray], shards: int = 1) -> list
     for step in program.steps:
         if isinstance(step, KernelStep):
             _launch(library, step, [memory[share.get(i, i)] for i in step.buffers], env, shards)
+        elif isinstance(step, LibraryStep):
+            call_library(step, [_elements(program.buffers[i], memory[share.get(i, i)]) for i in step.buffers], env)
     return [_result(program, i, memory[share.get(i, i)], env) for i in _output_ids(program)]
 
 
@@ -372,10 +307,35 @@ def _nbytes(b: Buffer, env: dict[str, int]) -> int:
     return int(np.prod(_concrete(b.shape, env), dtype=np.int64)) * DTYPES[b.dtype].size
 
 
+def _elements(b: Buffer, memory: np.ndarray | _Memory) -> np.ndarray:
+    """A buffer's elements, flat and in place."""
+    data = memory.bytes if isinstance(memory, _Memory) else memory.reshape(-1).view(np.uint8)
+    return data.view(DTYPES[b.dtype].numpy)
+
+
 def _result(program: Program, i: int, memory: np.ndarray | _Memory, env: dict[str, int]) -> np.ndarray:
     b = program.buffers[i]
-    data = memory.bytes if isinstance(memory, _Memory) else memory.reshape(-1).view(np.uint8)
-    return data.copy().view(DTYPES[b.dtype].numpy).reshape(_concrete(b.shape, env))
+    return _elements(b, memory).copy().reshape(_concrete(b.shape, env))
+
+
+def call_library(step: LibraryStep, buffers: Sequence[np.ndarray], env: dict[str, int]) -> None:
+    """What a library step means; half types accumulate and add the bias in float32 and round once."""
+    if step.call != "matmul":
+        raise GuardFailed(f"The library call '{step.call}' of '{step.origin}' is not known here.")
+    batch, m, n, k = _concrete(step.dims, env)
+    trans_lhs, trans_rhs, broadcast_lhs, broadcast_rhs, has_bias, relu = step.flags
+    lhs, rhs, *bias, out = buffers
+    wide = out.dtype if out.dtype.itemsize > 2 else np.dtype(np.float32)
+
+    def matrices(x: np.ndarray, rows: int, columns: int, transposed: int, broadcast: int) -> np.ndarray:
+        shape = (columns, rows) if transposed else (rows, columns)
+        x = x.astype(wide).reshape(1 if broadcast else batch, *shape)
+        return x.swapaxes(1, 2) if transposed else x
+
+    y = matrices(lhs, m, k, trans_lhs, broadcast_lhs) @ matrices(rhs, k, n, trans_rhs, broadcast_rhs)
+    y = y + bias[0].astype(wide) if has_bias else y
+    y = np.where(y < 0, 0, y) if relu else y
+    out[:] = np.broadcast_to(y, (batch, m, n)).reshape(-1).astype(out.dtype)
 
 
 def _launch(library: ctypes.CDLL | None, step: KernelStep, memory: list[np.ndarray | _Memory], env: dict[str, int],

@@ -189,11 +189,12 @@ def _looked_up(e: StageEmitter, node: Node, raw: str, size: Dim) -> tuple[Dim, s
     """A safe index from an index read from data, and the condition under which it counts ("" for always)."""
     n = e.dim(size)
     mode = node.attrs["mode"]
-    if mode == "error":
+    if mode == "error" and e.kernel.target.is_host:
         e.may_fail()
         return e.index_variable(f"ts_index({raw}, {n}, ts_status)", size), ""
     at = e.index_variable(f"ts_clip_index({raw}, {n})", size)
-    return at, f"ts_in_range({raw}, {n})" if mode == "zero" else ""
+    # TensorFlow's kernels raise no errors on a GPU: what lies out of range is zero there
+    return at, f"ts_in_range({raw}, {n})" if mode != "clip" else ""
 
 
 def _gathered(e: StageEmitter, node: Node, conditions: list[str], sizes: list[Dim],

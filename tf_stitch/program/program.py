@@ -36,6 +36,22 @@ class KernelStep:
 
 
 @dataclass(frozen=True)
+class LibraryStep:
+    """A call of a library on dense row-major tensors, whose element type is the buffers'.
+
+    ``call`` "matmul": ``buffers`` are (lhs, rhs, [bias,] out), ``dims`` (batch, m, n, k) and ``flags`` (trans_lhs,
+    trans_rhs, broadcast_lhs, broadcast_rhs, has_bias, relu), each 0 or 1: out[b] = op(lhs[b]) @ op(rhs[b]) (+ bias
+    along n) (then ReLU).  An operand that is broadcast is one matrix for the whole batch.
+    """
+
+    call: str
+    buffers: tuple[int, ...]
+    dims: tuple[Dim, ...]
+    flags: tuple[int, ...]
+    origin: str = ""
+
+
+@dataclass(frozen=True)
 class AliasStep:
     """Output ``output`` is buffer ``source`` under another shape: no work, the memory is shared."""
 
@@ -44,7 +60,7 @@ class AliasStep:
     origin: str = ""
 
 
-Step = KernelStep | AliasStep
+Step = KernelStep | LibraryStep | AliasStep
 
 
 @dataclass

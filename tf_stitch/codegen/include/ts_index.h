@@ -17,7 +17,7 @@ template <class T>
 TS_FN int64_t ts_index(T k, int64_t n, int32_t* status) {
   int64_t i = (int64_t)k;
   if (i < 0 || i >= n) {
-    *status = 1;
+    TS_FAIL(status);
     i = i < 0 || n == 0 ? 0 : n - 1;
   }
   return i;

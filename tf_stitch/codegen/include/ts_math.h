@@ -128,7 +128,7 @@ TS_FN T ts_nextafter(T x, T y) {
 template <class T>
 TS_FN T ts_int_div(T a, T b, ts_i32* status) {
   if (b == T(0)) {
-    *status = 1;
+    TS_FAIL(status);
     return T(0);
   }
   if constexpr (ts_is_signed<T>) {
@@ -141,7 +141,7 @@ TS_FN T ts_int_div(T a, T b, ts_i32* status) {
 template <class T>
 TS_FN T ts_int_mod(T a, T b, ts_i32* status) {
   if (b == T(0)) {
-    *status = 1;
+    TS_FAIL(status);
     return T(0);
   }
   if constexpr (ts_is_signed<T>) {
@@ -239,7 +239,7 @@ template <class T>
 TS_FN T ts_int_pow(T a, T n, ts_i32* status) {
   typedef typename ts_unsigned<T>::type U;
   if (n < T(0)) {
-    *status = 1;
+    TS_FAIL(status);
     return T(0);
   }
   ts_u64 result = 1, base = (U)a;

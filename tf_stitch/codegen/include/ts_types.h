@@ -8,12 +8,26 @@
 #ifndef TS_TYPES_H_
 #define TS_TYPES_H_
 
+#ifdef __CUDACC_RTC__  // NVRTC has no headers
+typedef signed char int8_t;
+typedef short int16_t;
+typedef int int32_t;
+typedef long long int64_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+#else
 #include <stdint.h>
+#endif
 
+// TS_FAIL notes what a kernel cannot do; a GPU has no status word, TensorFlow's kernels there go on as well.
 #if defined(__CUDACC__)
 #define TS_FN __device__ __forceinline__
+#define TS_FAIL(status) (void)(status)
 #else
 #define TS_FN static inline __attribute__((always_inline, unused))
+#define TS_FAIL(status) (*(status) = 1)
 #endif
 
 typedef int8_t ts_i8;

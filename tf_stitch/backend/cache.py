@@ -1,0 +1,86 @@
+"""Machine code kept on disk between runs, by a hash of everything that goes into it.
+
+``TF_STITCH_CACHE`` sets the folder.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import platformdirs
+
+log = logging.getLogger("tf_stitch")
+
+INCLUDE = Path(__file__).resolve().parent.parent / "codegen" / "include"
+
+
+def cache_folder() -> Path:
+    """Where compiled code is kept between runs."""
+    return Path(os.environ.get("TF_STITCH_CACHE") or platformdirs.user_cache_dir("tf_stitch", appauthor=False))
+
+
+class Cache:
+    """Machine code by key: a file each, with a checksum after its contents.  Works without a writable folder."""
+
+    def __init__(self, kind: str, suffix: str) -> None:
+        self.kind, self.suffix = kind, suffix
+        self._complained = False
+
+    def _path(self, key: str) -> Path:
+        return cache_folder() / self.kind / key[:2] / f"{key}{self.suffix}"
+
+    def get(self, key: str) -> bytes | None:
+        """The code under a key, or None; a damaged file counts as none."""
+        try:
+            data = self._path(key).read_bytes()
+        except OSError:
+            return None
+        code, digest = data[:-32], data[-32:]
+        return code if hashlib.sha256(code).digest() == digest else None
+
+    def put(self, key: str, code: bytes) -> None:
+        """Keeps code under a key; says so once when the folder cannot be written."""
+        path = self._path(key)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd, name = tempfile.mkstemp(dir=path.parent, prefix=".new")
+            try:
+                with os.fdopen(fd, "wb") as f:
+                    f.write(code + hashlib.sha256(code).digest())
+                os.replace(name, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                log.warning("The cache folder %s cannot be written (%s); kernels are compiled anew each time. "
+                            "Set TF_STITCH_CACHE to a folder that can be written.", cache_folder(), error.strerror)
+
+
+@functools.lru_cache(maxsize=1)
+def _headers(stamp: tuple) -> bytes:
+    return b"".join(path.name.encode() + path.read_bytes() for path in sorted(INCLUDE.glob("*.h")))
+
+
+def key_of(parts: Iterable[str]) -> str:
+    """The key of code that comes from ``parts`` (compiler, flags, text) and the headers."""
+    h = hashlib.sha256()
+    for part in parts:
+        h.update(part.encode() + b"\0")
+    h.update(_headers(tuple((p.name, p.stat().st_mtime_ns) for p in sorted(INCLUDE.glob("*.h")))))
+    return h.hexdigest()
+
+
+def first_error(text: str) -> str:
+    """The first line of a compiler's output that tells of an error, or what comes nearest."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or ["it gave no message"])[0]

@@ -1,0 +1,352 @@
+"""The CUDA backend: kernel text to cubin and PTX with nvcc, or NVRTC where there is no nvcc; a runner on PyCUDA.
+
+Compiling needs no GPU and no PyCUDA.  PyCUDA is imported only to load, launch and time kernels without TensorFlow.
+Environment: ``TF_STITCH_NVCC`` names the compiler; see :mod:`.cache` for where compiled code is kept.
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import glob
+import importlib.util
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..codegen.unit import translation_unit
+from ..errors import CompileError, DeviceError
+from ..ir import dims as D
+from ..ir.dtypes import DTYPES
+from ..program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program
+from .cache import Cache, first_error, key_of
+from .host import bind, call_library
+
+PTX = Cache("cuda", ".ptx")
+CUBIN = Cache("cuda", ".cubin")
+DEFAULT_TARGETS = ("sm_90", "compute_90")
+
+# FMA contraction is on, as on the host: it rounds once instead of twice.  Division and roots stay exact (nvcc's
+# default), denormals are kept.
+FLAGS = ("-std=c++17",)
+NVCC_FLAGS = ("-w",)
+_TARGET = re.compile(r"(sm|compute)_(\d{2,3})")
+
+
+# --- compiling -------------------------------------------------------------------------------------
+
+def compile_text(text: str, targets: Sequence[str] = DEFAULT_TARGETS) -> dict[str, bytes]:
+    """Compiles kernels for each target: "sm_NN" gives a cubin, "compute_NN" PTX that newer chips can run.
+
+    ``text`` is the kernels' text without headers.  Code comes from the cache where it holds it.  Raises CompileError
+    with the compiler's first error line.
+    """
+    source = translation_unit(text, "cuda")
+    compiler = find_compiler()
+    out: dict[str, bytes] = {}
+    for target in dict.fromkeys(targets):
+        kind, number = _parse(target)
+        out[target] = compiler.ptx(source, number) if kind == "compute" else compiler.cubin(source, number)
+    return out
+
+
+def targets_of(target: str) -> tuple[str, ...]:
+    """The code targets of an option "cuda:sm_NN": its cubin, and PTX for chips that come later."""
+    _, number = _parse(target.removeprefix("cuda:"))
+    return f"sm_{number}", f"compute_{number}"
+
+
+def _parse(target: str) -> tuple[str, str]:
+    match = _TARGET.fullmatch(target)
+    if match is None:
+        raise CompileError(f"The CUDA backend cannot build code for '{target}'; name a chip as sm_90 or compute_90.")
+    return match[1], match[2]
+
+
+class Nvcc:
+    """nvcc of the CUDA toolkit: PTX first, then ptxas makes a cubin of it, so the front end runs once."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.version = _nvcc_version(path, os.stat(path).st_mtime_ns)
+
+    def ptx(self, source: str, number: str) -> bytes:
+        flags = [f"-arch=compute_{number}", "-ptx", *FLAGS, *NVCC_FLAGS]
+        key = key_of([self.version, *flags, source])
+        return _cached(PTX, key, lambda: self._run(source.encode(), ".cu", flags))
+
+    def cubin(self, source: str, number: str) -> bytes:
+        flags = [f"-arch=sm_{number}", "-cubin"]
+        key = key_of([self.version, *flags, *FLAGS, *NVCC_FLAGS, source])
+        return _cached(CUBIN, key, lambda: self._run(self.ptx(source, number), ".ptx", flags))
+
+    def _run(self, source: bytes, suffix: str, flags: Sequence[str]) -> bytes:
+        try:
+            with tempfile.TemporaryDirectory(prefix="tf_stitch_") as folder:
+                given, made = Path(folder, "kernels" + suffix), Path(folder, "kernels.out")
+                given.write_bytes(source)
+                done = subprocess.run([self.path, *flags, str(given), "-o", str(made)], capture_output=True,
+                                      text=True, check=False, env={**os.environ, "LC_ALL": "C"})
+                if done.returncode:
+                    raise CompileError(f"nvcc failed to compile a kernel: {first_error(done.stdout + done.stderr)}")
+                return made.read_bytes()
+        except OSError as error:
+            raise CompileError(f"Compiling a kernel failed: {error.strerror} ({error.filename}).") from None
+
+
+class Nvrtc:
+    """NVRTC: the compiler as a library, which ``tensorflow[and-cuda]`` and the driver's wheels bring."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.lib = ctypes.CDLL(path)
+        self.lib.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self.lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        self.version = f"nvrtc {major.value}.{minor.value}"
+
+    def ptx(self, source: str, number: str) -> bytes:
+        return self._make(PTX, source, f"compute_{number}", "PTX").rstrip(b"\0")
+
+    def cubin(self, source: str, number: str) -> bytes:
+        return self._make(CUBIN, source, f"sm_{number}", "CUBIN")
+
+    def _make(self, cache: Cache, source: str, arch: str, kind: str) -> bytes:
+        flags = [f"--gpu-architecture={arch}", *FLAGS, "-w", "-default-device"]
+        return _cached(cache, key_of([self.version, *flags, source]), lambda: self._compile(source, flags, kind))
+
+    def _compile(self, source: str, flags: Sequence[str], kind: str) -> bytes:
+        program = ctypes.c_void_p()
+        self._check(self.lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None))
+        try:
+            options = (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags))
+            if self.lib.nvrtcCompileProgram(program, len(flags), options):
+                log = self._read(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").decode(errors="replace")
+                raise CompileError(f"NVRTC failed to compile a kernel: {first_error(log.rstrip(chr(0)))}")
+            return self._read(program, f"nvrtcGet{kind}Size", f"nvrtcGet{kind}")
+        finally:
+            self.lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _read(self, program: ctypes.c_void_p, size_of: str, read: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self.lib, size_of)(program, ctypes.byref(size)))
+        room = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self.lib, read)(program, room))
+        return room.raw
+
+    def _check(self, result: int) -> None:
+        if result:
+            raise CompileError(f"NVRTC failed: {self.lib.nvrtcGetErrorString(result).decode()}.")
+
+
+def _cached(cache: Cache, key: str, make: Any) -> bytes:
+    code = cache.get(key)
+    if code is None:
+        code = make()
+        cache.put(key, code)
+    return code
+
+
+def find_compiler() -> Nvcc | Nvrtc:
+    """nvcc, or NVRTC where there is none.  Raises CompileError when there is neither."""
+    wanted = os.environ.get("TF_STITCH_NVCC", "").strip()
+    path = shutil.which(wanted or "nvcc") or (None if wanted else shutil.which("/usr/local/cuda/bin/nvcc"))
+    if path:
+        return Nvcc(path)
+    if wanted:
+        raise CompileError(f"The CUDA compiler '{wanted}' that TF_STITCH_NVCC names is not there; install it or unset "
+                           "TF_STITCH_NVCC.")
+    found = _nvrtc()
+    if found is None:
+        raise CompileError("No CUDA compiler found: install the CUDA toolkit (nvcc), or NVRTC with "
+                           "pip install 'tensorflow[and-cuda]'.")
+    return found
+
+
+@functools.cache
+def _nvrtc() -> Nvrtc | None:
+    for name in [*_nvrtc_wheels(), "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]:
+        with contextlib.suppress(OSError):
+            return Nvrtc(name)
+    return None
+
+
+def _nvrtc_wheels() -> list[str]:
+    """libnvrtc of NVIDIA's wheels, the newest first."""
+    spec = importlib.util.find_spec("nvidia")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    found = [f for p in places for pattern in ("cu*/lib", "cuda_nvrtc/lib")
+             for f in glob.glob(f"{p}/{pattern}/libnvrtc.so.*") if "alt" not in Path(f).name]
+    return sorted(found, reverse=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _nvcc_version(path: str, mtime: int) -> str:
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CompileError(f"The CUDA compiler '{path}' cannot be run: {error.strerror}.") from None
+    if done.returncode:
+        raise CompileError(f"The CUDA compiler '{path}' does not work: {first_error(done.stdout + done.stderr)}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+# --- running without TensorFlow --------------------------------------------------------------------
+
+@functools.cache
+def _driver() -> Any:
+    """PyCUDA's driver module with the first GPU's primary context current."""
+    try:
+        import pycuda.driver as driver
+    except ImportError as error:
+        raise DeviceError("Running kernels without TensorFlow needs PyCUDA: pip install 'tf-stitch[cuda]' "
+                           f"({error}).") from None
+    try:
+        driver.init()
+        driver.Device(0).retain_primary_context().push()
+    except driver.Error as error:
+        raise DeviceError(f"No GPU can be used: {error}.") from None
+    return driver
+
+
+def device_target() -> str:
+    """The code target of the first GPU, e.g. "sm_90"."""
+    major, minor = _driver().Device(0).compute_capability()
+    return f"sm_{major}{minor}"
+
+
+def code_for_device(program: Program) -> bytes:
+    """The program's code for the first GPU, built from its text when it has none."""
+    target = device_target()
+    if target in program.code:
+        return program.code[target]
+    return compile_text(program.text, (target,))[target]
+
+
+class Loaded:
+    """A program with its module loaded and its buffers in device memory, for one set of inputs."""
+
+    def __init__(self, program: Program, inputs: Sequence[np.ndarray]):
+        self.driver, self.program = _driver(), program
+        arrays = [np.asarray(x, order="C") for x in inputs]
+        self.env = bind(program, arrays)
+        kernels = [s for s in program.steps if isinstance(s, KernelStep)]
+        self.module = _module(code_for_device(program)) if kernels else None
+        self.share = {s.output: s.source for s in program.steps if isinstance(s, AliasStep)}
+        self.memory = [self._place(b, arrays) for b in program.buffers]
+
+    def _place(self, b: Buffer, arrays: Sequence[np.ndarray]) -> Any:
+        size = int(np.prod(self._concrete(b.shape), dtype=np.int64)) * DTYPES[b.dtype].size
+        memory = self.driver.mem_alloc(max(size, 16))
+        if b.kind == "input" and size:
+            self.driver.memcpy_htod(memory, arrays[b.index].reshape(-1).view(np.uint8))
+        else:
+            self.driver.memset_d8(memory, 0xFF, max(size, 16))  # NaN for floats: what nothing writes is seen
+        return memory
+
+    def _concrete(self, dims: Sequence[D.Dim]) -> tuple[int, ...]:
+        return tuple(D.evaluate(d, self.env) for d in dims)
+
+    def _address(self, buffer: int) -> int:
+        return int(self.memory[self._source(buffer)])
+
+    def _source(self, buffer: int) -> int:
+        while buffer in self.share:
+            buffer = self.share[buffer]
+        return buffer
+
+    def launch(self) -> None:
+        """Runs all steps; library steps run on the host."""
+        for step in self.program.steps:
+            if isinstance(step, KernelStep):
+                self.launch_kernel(step)
+            elif isinstance(step, LibraryStep):
+                self._call(step)
+
+    def launch_kernel(self, step: KernelStep) -> None:
+        """Enqueues one kernel."""
+        blocks = D.evaluate(step.blocks, self.env)
+        if not blocks:
+            return
+        assert self.module is not None
+        function = self.module.get_function(step.kernel)
+        shared = D.evaluate(step.shared_bytes, self.env)
+        if shared > 40 * 1024:
+            function.set_attribute(self.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        words = [self._address(b) for b in step.buffers] + [*self._concrete(step.dims), blocks]
+        argument = np.array(words, np.int64 if min(words) < 0 else np.uint64)
+        function(argument, block=(step.threads, 1, 1), grid=(blocks, 1), shared=shared)
+
+    def _call(self, step: LibraryStep) -> None:
+        arrays = [self.read(b).reshape(-1) for b in step.buffers]
+        call_library(step, arrays, self.env)
+        if arrays[-1].size:
+            self.driver.memcpy_htod(self.memory[self._source(step.buffers[-1])], arrays[-1].view(np.uint8))
+
+    def read(self, buffer: int) -> np.ndarray:
+        """A buffer's contents."""
+        b = self.program.buffers[buffer]
+        out = np.empty(self._concrete(b.shape), DTYPES[b.dtype].numpy)
+        if out.size:
+            self.driver.memcpy_dtoh(out.reshape(-1).view(np.uint8), self.memory[self._source(buffer)])
+        return out
+
+    def outputs(self) -> list[np.ndarray]:
+        """The program's outputs."""
+        ids = [i for i, b in enumerate(self.program.buffers) if b.kind == "output"]
+        return [self.read(i) for i in sorted(ids, key=lambda i: self.program.buffers[i].index)]
+
+    def free(self) -> None:
+        """Gives the device memory back."""
+        for memory in self.memory:
+            memory.free()
+        self.memory = []
+
+
+@functools.lru_cache(maxsize=32)
+def _module(code: bytes) -> Any:
+    return _driver().module_from_buffer(code)
+
+
+@contextlib.contextmanager
+def loaded(program: Program, inputs: Sequence[np.ndarray]) -> Iterator[Loaded]:
+    """A program ready to be launched; its memory is freed at the end."""
+    made = Loaded(program, inputs)
+    try:
+        yield made
+    finally:
+        made.free()
+
+
+def run(program: Program, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Runs a program on the first GPU; library steps are computed by NumPy.
+
+    Raises GuardFailed where the op would run the fallback, DeviceError without PyCUDA or a GPU.
+    """
+    with loaded(program, inputs) as ready:
+        ready.launch()
+        ready.driver.Context.synchronize()
+        return ready.outputs()
+
+
+def time_kernel(program: Program, inputs: Sequence[np.ndarray], step: KernelStep, rounds: int = 20) -> float:
+    """Microseconds that one launch of a kernel of the program takes on the first GPU: the median over rounds."""
+    with loaded(program, inputs) as ready:
+        ready.launch()
+        times = []
+        for _ in range(rounds):
+            start, end = ready.driver.Event(), ready.driver.Event()
+            start.record()
+            ready.launch_kernel(step)
+            end.record()
+            end.synchronize()
+            times.append(start.time_till(end) * 1e3)
+        return statistics.median(times)
