@@ -14,6 +14,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .errors import OptionError
@@ -50,7 +51,7 @@ def enable(options: Options | None = None) -> None:
     library does not fit the installed TensorFlow.
     """
     with _state.lock:
-        _state.everything = options or Options(target="host", levels=())
+        _state.everything = replace(options or Options(target="host"), levels=())  # code for this machine only
         _arm()
 
 
@@ -202,8 +203,6 @@ def _wanted(name: str) -> bool:
 
 def _rewrite(name: str, serialized: bytes, keep: tuple[str, ...]) -> bytes | None:
     """The stitched graph, or None when there is nothing to stitch."""
-    from dataclasses import replace
-
     from tensorflow.core.framework import graph_pb2
 
     from .graph.rewriter import rewrite

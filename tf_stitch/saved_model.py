@@ -326,7 +326,8 @@ class _Keeper:
         return {name: value.numpy() for name, value in self.fn(**inputs).items() if hasattr(value, "numpy")}
 
 
-def _runs(reference: Signature, mine: Signature, samples: Inputs) -> Iterator[tuple[dict, dict]]:
+def _runs(reference: Signature, mine: Signature, samples: Inputs
+          ) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]]:
     """(rewritten, original) outputs for every set of inputs."""
     if samples:
         given = _given(reference, samples)
@@ -348,7 +349,7 @@ def _runs(reference: Signature, mine: Signature, samples: Inputs) -> Iterator[tu
         raise SavedModelError(_NOT_DRAWN.format(reference.name))
 
 
-def _run(signature: Signature, inputs: Inputs) -> dict[str, np.ndarray]:
+def _run(signature: Signature, inputs: Inputs) -> Mapping[str, np.ndarray]:
     import tensorflow as tf
 
     try:

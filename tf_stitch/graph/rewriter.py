@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -51,7 +52,16 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
 
     What cannot be stitched stays as it is, with the reason in the report.
     """
-    options = options or Options()
+    with _lock:
+        return _rewrite(graph_def, options or Options(), functions, keep_ends, keep_in or {}, only, progress)
+
+
+_lock = threading.Lock()  # one rewrite at a time: the passes number their nodes by a shared counter
+
+
+def _rewrite(graph_def: graph_pb2.GraphDef, options: Options, functions: bool, keep_ends: bool,
+             keep_in: Mapping[str, Iterable[str]], only: Callable[[graph_pb2.GraphDef], frozenset[str]] | None,
+             progress: Progress | None) -> tuple[graph_pb2.GraphDef, Report]:
     out = graph_pb2.GraphDef()
     out.CopyFrom(graph_def)
     places = [_place("", graph_def, None, options, keep_ends=keep_ends, keep=options.keep)]
@@ -60,7 +70,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
         for fdef in graph_def.library.function:
             name = fdef.signature.name
             places.append(_place(name, fdef, graph_def.library, options, why=untouchable.get(name),
-                                 keep=(keep_in or {}).get(name, ())))
+                                 keep=keep_in.get(name, ())))
     if only is not None:
         places[0].only = only(graph_def)
     for place in places:
@@ -464,6 +474,7 @@ def _fallback(view: GraphView, c: Cluster) -> function_pb2.FunctionDef:
         fdef.signature.output_arg.add(name=f"out_{i}", type=enum)
     for name in c.nodes:
         source = view[name]
+        assert source.proto is not None
         node = fdef.node_def.add(name=name, op=source.op, input=[
             arg_of.get(r) or _body_text(view, r) for r in source.inputs])
         for key, value in source.proto.attr.items():
