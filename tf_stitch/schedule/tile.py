@@ -139,11 +139,11 @@ def _round(room: int, size: Dim) -> int:
 
 
 def candidates(shape: Shape, elements: int, wide: Sequence[int], least: int) -> Iterator[Tile]:
-    """Tiles to try, best guess first: nothing forced, Row forms, Column forms, one block."""
+    """Tiles to try, best guess first: nothing forced, one dim whole, Row forms, Column forms, one block."""
     n = len(shape)
     seen: set[Tile] = set()
-    whole_sets = [(), *(tuple(range(n - k, n)) for k in range(1, n)), *(tuple(range(k)) for k in range(1, n)),
-                  tuple(range(n))]
+    whole_sets = [(), *((d,) for d in reversed(range(n))), *(tuple(range(n - k, n)) for k in range(2, n)),
+                  *(tuple(range(k)) for k in range(2, n)), tuple(range(n))]
     for whole in whole_sets:
         tile = fill(shape, elements, whole, wide, least)
         if tile not in seen:
