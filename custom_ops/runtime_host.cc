@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "counters.h"
+#include "library_host.h"
 
 namespace tf_stitch {
 namespace {
@@ -230,8 +231,14 @@ std::unique_ptr<HostCode> HostCode::Load(const Program& program, std::string* er
   std::string_view bytes;
   std::string built;
   code->kernels_.resize(program.steps.size(), nullptr);
-  bool any = std::any_of(program.steps.begin(), program.steps.end(),
-                         [](const Step& s) { return s.kind == Step::Kind::kKernel; });
+  bool any = false;
+  for (const Step& s : program.steps) {
+    any |= s.kind == Step::Kind::kKernel;
+    if (s.kind != Step::Kind::kKernel && s.kind != Step::Kind::kAlias) {
+      *error = "it has steps that only a GPU runs";
+      return nullptr;
+    }
+  }
   if (!any) return code;
   if (!FindCode(program, &code->target_, &bytes, &built, error)) return nullptr;
   std::shared_ptr<Library> library = OpenShared(bytes, error);
@@ -254,20 +261,25 @@ int32_t RunHost(const Program& program, const HostCode& code, const Plan& plan, 
   int32_t status = 0;
   std::vector<void*> buffers;
   for (size_t i = 0; i < program.steps.size(); ++i) {
+    const Step& step = program.steps[i];
     const StepPlan& s = plan.steps[i];
-    KernelFn kernel = code.kernels_[i];
-    if (!kernel || !s.blocks) continue;
+    if (step.kind == Step::Kind::kAlias || !s.blocks) continue;
     buffers.clear();
-    for (uint32_t id : program.steps[i].buffers) buffers.push_back(memory[id]);
+    for (uint32_t id : step.buffers) buffers.push_back(memory[id]);
     const Problem problem{buffers.data(), s.dims.data(), s.blocks};
+    auto run = [&](int64_t begin, int64_t end) {
+      if (step.kind == Step::Kind::kLibrary) {
+        RunMatmulRows(step.matmul, program.buffers[step.buffers[0]].dtype, s, buffers.data(), begin, end);
+      } else {
+        RunBlocks(code.kernels_[i], problem, begin, end, s.shared_bytes, &status);
+      }
+    };
     int64_t shard = ShardSize(s.blocks, s.cost, threads);
     if (observe) (*observe)(i, true);
     if (shard >= s.blocks) {
-      RunBlocks(kernel, problem, 0, s.blocks, s.shared_bytes, &status);
+      run(0, s.blocks);
     } else {
-      parallel_for(s.blocks, shard, [&](int64_t begin, int64_t end) {
-        RunBlocks(kernel, problem, begin, end, s.shared_bytes, &status);
-      });
+      parallel_for(s.blocks, shard, run);
     }
     if (observe) (*observe)(i, false);
     if (status) break;
