@@ -11,12 +11,13 @@ import pytest
 
 from tests.codegen.support import compile_kernels, kernel_of
 from tests.ir_graphs import random_case
-from tf_stitch.codegen import translation_unit
+from tf_stitch.codegen import emit, translation_unit
 from tf_stitch.errors import Unschedulable
+from tf_stitch.fusion.group import Group
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.graph import Graph
-from tf_stitch.schedule import CUDA, HOST, Schedule
+from tf_stitch.schedule import CUDA, HOST, Schedule, build
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
@@ -122,6 +123,28 @@ def test_channels_last_at_any_batch():
         (batch,) = {str(d) for p in graph.params for d in p.shape if not isinstance(d, int)}
         for n in (0, 1, 3, 17):
             check(graph, draw(graph, {batch: n}), 1e-4, library, kernel)
+
+
+@pytest.mark.parametrize("channels", [2, 3, 10, 15])
+def test_rows_shorter_than_a_vector_run_together(channels):
+    b = Builder()
+    x = b.param((None, 5, channels), "float32", "x")
+    mean, std = b.param((channels,), "float32", "mean"), b.param((channels,), "float32", "std")
+    y = b.ew("mul", b.ew("sub", x, b.broadcast_to(mean, x.shape)), b.broadcast_to(b.ew("exp", std), x.shape))
+    graph = b.finish([y, b.cast(b.ew("floor", y), "int32")], "narrow")
+    kernel = kernel_of(graph)
+    assert f"TS_SERIAL(j, 0, {16 * channels})" in kernel.text  # the channels' values are laid out once
+    library = compile_kernels([kernel])
+    for n in (0, 1, 3, 500):
+        check(graph, draw(graph, {str(x.shape[0]): n}), 1e-6, library, kernel)
+
+
+@pytest.mark.parametrize("target", [HOST, CUDA], ids=["host", "cuda"])
+def test_every_node_alone_has_a_schedule(target):
+    for seed in range(150):
+        for n in random_case(seed).graph.nodes():
+            if n.op != "param":
+                emit(build(Group((n,), tuple(dict.fromkeys(n.inputs)), (n,)), target))
 
 
 def test_heads_are_moved():

@@ -4,14 +4,14 @@ from __future__ import annotations
 import hashlib
 
 from ..ir import dims as D
-from ..ir.dims import Dim, Symbol
+from ..ir.dims import Dim, Expr, Symbol
 from ..ir.graph import Node
 from ..schedule import rules
 from ..schedule.kernel_schedule import KernelSchedule, Part, Stage
 from ..schedule.rules import Index
 from .kernel import Kernel
 from .loops import Loops
-from .scope import Scopes
+from .scope import Scopes, symbol_names
 from .text import compute_type, dim_text, factor_text, storage_type
 
 INLINE_SOURCES = frozenset({"const", "iota", "shape_value"})
@@ -132,6 +132,9 @@ class StageEmitter:
         self.kernel, self.part, self.stage = kernel, part, stage
         self.scopes = kernel.scopes
         self.pointers: dict[Node, str] = {}
+        self.repeated: tuple[Expr, int] | None = None  # the lanes of a run of short rows, and how many
+        self.tables_of_runs: dict[tuple[Node, Index], str] = {}
+        self.floor = 0  # depth of the stage's own scope
 
     dim = property(lambda self: self.kernel.dim)
     factor = property(lambda self: self.kernel.factor)
@@ -174,8 +177,30 @@ class StageEmitter:
     def load(self, node: Node, index: Index) -> str:
         """An expression that reads an element, in the compute type."""
         shared = node in self.part.slots
+        run = self._repeated(node, index)
+        if run:
+            return run
         text = self.place(node, index, shared)
         return text if shared or storage_type(node.dtype) == compute_type(node.dtype) else f"ts_load({text})"
+
+    def _repeated(self, node: Node, index: Index) -> str:
+        """An element of a table of what ``node`` is at every place of a run, when only that place matters."""
+        if self.repeated is None:
+            return ""
+        run, length = self.repeated
+        if symbol_names(index) != symbol_names((run,)) or run in index:
+            return ""
+        (name,) = symbol_names((run,))
+        table = self.tables_of_runs.get((node, index))
+        if table is None:
+            table = self.tables_of_runs[(node, index)] = self.fresh("p")
+            repeated, self.repeated = self.repeated, None
+            with self.scopes.at(self.floor):
+                self.scopes.line(f"{compute_type(node.dtype)} {table}[{length}];")
+                with self.scopes.block(f"TS_SERIAL({name[3:]}, 0, {length})", (name,)):
+                    self.scopes.line(f"{table}[{name[3:]}] = {self.load(node, index)};")
+            self.repeated = repeated
+        return f"{table}[{name[3:]}]"
 
     def store(self, node: Node, space: str, index: Index, value: str) -> str:
         """A statement that writes an element."""
@@ -191,6 +216,7 @@ class StageEmitter:
         self.scopes.line(f"// {what}")
         once = " && ".join(f"b{k} == 0" for k in s.once)
         with self.scopes.block(f"if ({once})" if once else "", conditional=True) as scope:
+            self.floor = len(self.scopes.stack) - 1
             Loops(self).emit()
             declared = [f"TS_SHARED({compute_type(n.dtype)}, {name}, {self.dim(self.part.slots[n].offset)})"
                         for n, name in self.pointers.items()]

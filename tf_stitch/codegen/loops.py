@@ -15,6 +15,7 @@ from ml_dtypes import finfo
 
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
+from ..schedule import rules
 from ..schedule.kernel_schedule import Item
 from ..schedule.labels import Labels, body_operands, operand_labels
 from ..schedule.rules import VIEWS, Index
@@ -32,6 +33,7 @@ PIECE = 4096  # the most elements that one float accumulator chain sums before i
 GROUP = 64  # the same where accumulators are per lane
 STRIP = 256  # TS_STRIP of ts_host.h
 TILE = 16  # lanes of one tile of a transpose: a cache line of float32
+NARROW = 16  # rows shorter than this run together, so many at a time
 MAX_ROWS = 5  # TS_ROWS5 is the largest
 
 
@@ -150,6 +152,9 @@ class Loops:
         if across is not None:
             self._map_tiles(kept, across)
             return
+        if self._is_narrow():
+            self._map_narrow(kept)
+            return
         with self.rows([d for d in kept if d != self.lane], self.lanes), ExitStack() as stack:
             if self.lane is not None:
                 stack.enter_context(self.lane_loop())
@@ -173,6 +178,35 @@ class Loops:
             even = isinstance(ext, int) and ext % TILE == 0
             with self.lane_loop("", f"t, {TILE}" if even else f"t, ts_imin({TILE}, {o} + {x} - t)"):
                 self._maps(self.index)
+
+    def _is_narrow(self) -> bool:
+        """True when rows are shorter than a vector and everything is either contiguous over rows or one row long."""
+        d = self.lane
+        if d is None or d - 1 not in self.loops or not self.e.kernel.target.is_host:
+            return False
+        size = self.stage.shape[d]
+        if not isinstance(size, int) or not 1 < size < NARROW or self.box[d] != (0, size):
+            return False
+        return all(labels[-2:] == (d - 1, d) or d - 1 not in covered
+                   for labels, covered, _ in self._touched() if None not in covered or d - 1 in covered)
+
+    def _map_narrow(self, kept: list[int]) -> None:
+        """Several rows as one run of lanes; values that only depend on the place in the row are laid out once."""
+        d = self.lane
+        assert d is not None
+        size = rules.static(self.stage.shape[d])
+        run = D.symbol("ts_j", 0, NARROW * size - 1)
+        row = D.symbol("ts_r", 0, self.stage.shape[d - 1] - 1)
+        place = {d - 1: row + D.floordiv(run, size), d: D.mod(run, size)}
+        index = tuple(place.get(k, i) for k, i in enumerate(self.index))
+        off, ext = self.box[d - 1]
+        o, x = self.e.factor(off), self.e.factor(ext)
+        self.e.repeated = (run, NARROW * size)
+        with self.rows([k for k in kept if k not in (d - 1, d)], self.lanes), \
+                self.scopes.block(f"TS_STEPS(r, {o}, {x}, {NARROW})", ("ts_r",)):
+            span = f"j, 0, ts_imin({NARROW * size}, ({o} + {x} - r) * {size}), {self.lanes}"
+            with self.scopes.block(f"TS_LANES({span})", ("ts_j",)):
+                self._maps(index)
 
     def _maps(self, index: Index) -> None:
         for item in self.stage.items:

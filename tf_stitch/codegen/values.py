@@ -1,4 +1,8 @@
-"""Text of one value at one index: the thread scope of stitching, ops inlined into the loop that reads them."""
+"""Text of one value at one index: the thread scope of stitching, ops inlined into the loop that reads them.
+
+Values of half types stay float32 between the ops of a kernel; only casts to a half type and stores to memory
+round them.  Results are at least as exact as with a rounding after each op, as TensorFlow does it.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
