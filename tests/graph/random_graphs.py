@@ -49,10 +49,10 @@ def build(seed: int, steps: int = 8) -> RandomGraph:
         if made >= steps:
             break
         made += step(g)
-    wanted = [t for t in g.pool if t not in g.placeholders] if hasattr(tf.Tensor, "ref") else []
     wanted = [t for t in g.pool if all(t is not p for p in g.placeholders)] or [tf.identity(g.pool[0]) + 0]
     g.outputs = wanted[-int(g.rng.integers(1, 4)):]
     add_gradients(g)
+    g.outputs = [t if t.op.type != "UnsortedSegmentSum" else t + 0 for t in g.outputs]
     return g
 
 
@@ -297,6 +297,8 @@ def strided(g, x):
 
 
 def pad(g, x):
+    if not x.shape.rank:
+        return None
     amounts = [[int(v) for v in g.rng.integers(0, 3, 2)] for _ in range(x.shape.rank)]
     if g.rng.random() < 0.3 and all(d and d > 2 for d in x.shape.as_list()):
         return tf.pad(x, amounts, "REFLECT" if g.rng.integers(2) else "SYMMETRIC")

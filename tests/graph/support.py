@@ -71,8 +71,11 @@ def case(build: Callable[..., object], *inputs: np.ndarray, unknown: bool | Sequ
     return Case(build, [arrays], [spec(x, unknown) for x in arrays], tolerance, elementwise)
 
 
+OUTSIDE = {"Placeholder", "UnsortedSegmentSum"}  # what a cluster never holds
+
+
 def cluster_of(view: GraphView, outputs: Sequence[Ref]) -> tuple[list[str], list[Ref]]:
-    """Everything behind the outputs, and what it reads that is not part of it (placeholders, large constants)."""
+    """Everything behind the outputs, and what it reads that is not part of it (placeholders, scatters, large constants)."""
     nodes: dict[str, None] = {}
     inputs: dict[Ref, None] = {}
     stack = [name for name, _ in outputs]
@@ -83,7 +86,7 @@ def cluster_of(view: GraphView, outputs: Sequence[Ref]) -> tuple[list[str], list
         nodes[name] = None
         for ref in view[name].inputs:
             source = view[ref[0]]
-            if source.op == "Placeholder" or (source.op == "Const" and not lower.is_literal(view, source)):
+            if source.op in OUTSIDE or (source.op == "Const" and not lower.is_literal(view, source)):
                 inputs[ref] = None
             else:
                 stack.append(ref[0])

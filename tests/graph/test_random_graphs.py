@@ -47,22 +47,24 @@ def compare(run, view, g, seed: int, wanted) -> tuple[int, int]:
     return done, fell
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=45, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**31 - 1))
 def test_random_graphs(seed):
     graph = tf.Graph()
     with graph.as_default():
         graphs = [random_graphs.build(seed + i) for i in range(GRAPHS)]
     view = GraphView(graph.as_graph_def())
-    done = fell = refused = 0
+    done = fell = refused = invalid = 0
     with session(graph) as run:
-        fetched = []
-        for batch in BATCHES:
-            feed = {p: a for i, g in enumerate(graphs) for p, a in zip(g.placeholders, g.feed(batch, seed + i + batch), strict=True)}
-            fetched.append(run.run([g.outputs for g in graphs], feed))
         for i, g in enumerate(graphs):
             try:
-                more, less = compare(run, view, g, seed + i, [f[i] for f in fetched])
+                wanted = [run.run(g.outputs, dict(zip(g.placeholders, g.feed(b, seed + i + b), strict=True)))
+                          for b in BATCHES]
+            except tf.errors.InvalidArgumentError:  # two unknown dims that were paired differ when run
+                invalid += 1
+                continue
+            try:
+                more, less = compare(run, view, g, seed + i, wanted)
             except ImportFailed as e:
                 assert "is not known from shapes" in str(e) or "is not a constant" in str(e), f"{e}\n{describe(g)}"
                 refused += 1
@@ -70,4 +72,5 @@ def test_random_graphs(seed):
             except (AssertionError, ValueError, IndexError) as e:
                 raise AssertionError(f"graph {i} of seed {seed}: {type(e).__name__} {e}\n{describe(g)}") from e
             done, fell = done + more, fell + less
-    assert refused <= 2 and fell <= GRAPHS * len(BATCHES) * 0.1, f"{refused} refused, {fell} of {done + fell} runs fell back"
+    said = f"{refused} refused, {invalid} invalid, {fell} of {done + fell} runs fell back"
+    assert refused <= 2 and invalid <= 6 and fell <= GRAPHS * len(BATCHES) * 0.1, said

@@ -48,6 +48,19 @@ class Inferred:
             self._constants[ref] = self._find_constant(ref)
         return self._constants[ref]
 
+    def assumed_value(self, ref: Ref) -> np.ndarray | None:
+        """What follows from ``assumed`` values and assumed shapes."""
+        if ref in self.assumed:
+            return self.assumed[ref]
+        from .lower.folding import partial_value  # the rules need this module
+
+        node, shape = self.view.nodes.get(ref[0]), self.shapes.get(ref)
+        value = partial_value(self, ref) if node is not None and shape is not None and len(shape) <= 1 else None
+        if value is None or None in value:
+            return None
+        dtype = tf.as_dtype(self.view.dtype(ref)).as_numpy_dtype
+        return np.array(value, dtype).reshape(() if shape == () else (-1,))
+
     def _find_constant(self, ref: Ref) -> np.ndarray | None:
         name, port = ref
         node = self.view.nodes.get(name)
@@ -60,7 +73,7 @@ class Inferred:
             return np.asarray(node.attr("value")) if const_size(node) <= SMALL else None
         from .lower.folding import fold  # the rules need this module
 
-        return fold(self.view, (name, port))
+        return fold(self, (name, port))
 
 
 def const_size(node: NodeView) -> int:
@@ -295,7 +308,8 @@ def _update_loops(view: GraphView, shapes: Shapes, fixed: Shapes) -> bool:
         entry = [shapes.get(r) for r in n.inputs if not _is_back(view, r)]
         if (n.name, 0) not in fixed and entry and relax(*entry) is not None:
             started[n.name, 0] = relax(*entry)
-    kept = {(n.name, 0): relax(fixed[n.name, 0], *(shapes.get(r) for r in n.inputs)) for n in heads if (n.name, 0) in fixed}
+    kept = {(n.name, 0): relax(fixed[n.name, 0], *(shapes.get(r) for r in n.inputs))
+            for n in heads if (n.name, 0) in fixed}
     new = started or {ref: shape for ref, shape in kept.items() if fixed[ref] != shape}
     fixed.update(new)
     fixed.update({(name, 1): () for name, _ in new})
@@ -372,11 +386,13 @@ def _returned(view: GraphView, name: str, args: Arguments) -> list[StaticShape] 
 
 def _assume_gradient_args(result: Inferred) -> bool:
     """Decides more BroadcastGradientArgs outputs; False when there is nothing new."""
+    from .lower.folding import partial_value  # the rules need this module
+
     new = False
     for n in result.view:
         if n.op != "BroadcastGradientArgs" or (n.name, 0) in result.assumed:
             continue
-        shapes = [_shape_value(result, ref) for ref in n.inputs]
+        shapes = [partial_value(result, ref) for ref in n.inputs]
         if any(s is None for s in shapes):
             continue
         dtype = tf.as_dtype(n.attr("T", "int32")).as_numpy_dtype
@@ -397,15 +413,3 @@ def gradient_axes(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[list[int], li
     rank = max(len(a), len(b))
     left, right = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
     return [i for i in range(rank) if left[i] == 1], [i for i in range(rank) if right[i] == 1]
-
-
-def _shape_value(result: Inferred, ref: Ref) -> tuple[int | None, ...] | None:
-    """The contents of a shape tensor as far as they are known; None when even its length is not."""
-    node = result.view.nodes.get(ref[0])
-    while node is not None and node.op in PASS_THROUGH:
-        ref = node.inputs[0]
-        node = result.view.nodes.get(ref[0])
-    if node is not None and node.op in ("Shape", "ShapeN"):
-        return result.shapes.get(node.inputs[ref[1]])
-    value = result.constant(ref)
-    return None if value is None else tuple(int(v) for v in value.reshape(-1))

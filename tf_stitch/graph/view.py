@@ -355,11 +355,12 @@ class GraphView:
         return self._shapes.constant(ref)
 
     def assumed(self, ref: Ref) -> np.ndarray | None:
-        """The value of a BroadcastGradientArgs output if unknown dims are neither 1 nor unequal; else None.
+        """The value of a small integer result if unknown dims that broadcast together are equal and not 1
+        (BroadcastGradientArgs and what is computed from it), and if callers give the shapes they seem to; else None.
 
         Who uses it must guard it.
         """
-        return self._shapes.assumed.get(ref)
+        return self._shapes.assumed_value(ref)
 
 
 class _AttrsOf:

@@ -92,7 +92,9 @@ def _missing_dim(c: Context, x: Node, others: Sequence[Dim]) -> Dim:
     """What -1 stands for: the size over the product of the other dims, which must divide it."""
     total, product = x.size, D.product(others)
     if D.is_static(product) and product == 0:
-        c.fail("-1 beside a dim of 0 is not determined")
+        if not D.all_static((*x.shape, *others)):
+            c.fail("-1 beside a dim of 0 is not determined")
+        return D.floordiv(D.product(d for d in x.shape if d), D.product(d for d in others if d))  # as TensorFlow does
     if not _zeros_cancel(x, others):
         c.b.require("le", 1, product, f"{c.node.name}: TensorFlow leaves out dims of 0 when it works out -1")
         total, product = c.b.resolve(x.size), c.b.resolve(product)

@@ -405,6 +405,13 @@ def dynamic_stitch(s: SymContext) -> np.ndarray:
     return dims_array(out)
 
 
+@symbolic("ListDiff")
+def list_diff(s: SymContext) -> list[np.ndarray]:
+    x, y = s.static(0).reshape(-1).tolist(), set(s.static(1).reshape(-1).tolist())
+    kept = [i for i, v in enumerate(x) if v not in y]
+    return [dims_array(x[i] for i in kept), dims_array(kept)]
+
+
 @symbolic("ConcatOffset")
 def concat_offset(s: SymContext) -> list[np.ndarray]:
     axis, shapes = int(s.static(0).reshape(-1)[0]), [s.value(i) for i in range(1, s.count)]
@@ -439,5 +446,5 @@ def broadcast_gradient_args(s: SymContext) -> list[np.ndarray]:
 
 
 # These ops have no tensor form: they are only ever known from shapes.
-for _op in ("InvertPermutation", "DynamicStitch", "ConcatOffset", "BroadcastArgs", "BroadcastGradientArgs"):
+for _op in ("InvertPermutation", "DynamicStitch", "ListDiff", "ConcatOffset", "BroadcastArgs", "BroadcastGradientArgs"):
     REGISTRY[_op] = Lowering(_op, None)
