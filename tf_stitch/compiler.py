@@ -11,12 +11,13 @@ from dataclasses import replace
 
 from . import codegen
 from .codegen.kernel import Kernel
+from .fusion.library import MatmulCall, prepare_dots
 from .fusion.planner import plan_scheduled, view_source
 from .fusion.split import split_reductions
 from .ir.dims import Dim
 from .ir.graph import Graph, Node
 from .options import Options
-from .program.program import AliasStep, Buffer, KernelStep, Program, Step
+from .program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program, Step
 from .schedule.target import Target, of_options
 
 Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what was just done)
@@ -61,16 +62,18 @@ def compile_together(graphs: Sequence[Graph], options: Options, target: Target |
 def compile_texts(texts: Sequence[str], options: Options, tell: Progress,
                   workers: int = 0) -> dict[str, dict[str, bytes]]:
     """Machine code by text and level.  Each compiler is a process, so threads are enough to run many."""
-    from .backend import host
+    from .backend import cuda, host
 
-    levels = options.levels or host.native_levels()
-    jobs = [(t, level) for t in dict.fromkeys(texts) if t for level in levels]
+    on_gpu = options.target.startswith("cuda")
+    levels = cuda.targets_of(options.target) if on_gpu else options.levels or host.native_levels()
+    compile_text = cuda.compile_text if on_gpu else host.compile_text
+    # a cubin is made from PTX: one job makes both
+    jobs = [(t, some) for t in dict.fromkeys(texts) if t for some in ([levels] if on_gpu else [(x,) for x in levels])]
     out: dict[str, dict[str, bytes]] = {t: {} for t in texts}
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        for i, ((text, level), code) in enumerate(zip(jobs, pool.map(
-                lambda job: host.compile_text(job[0], (job[1],)), jobs), strict=True)):
+        for i, ((text, some), code) in enumerate(zip(jobs, pool.map(lambda job: compile_text(*job), jobs), strict=True)):
             out[text].update(code)
-            tell(i + 1, len(jobs), f"compiled for {level}")
+            tell(i + 1, len(jobs), f"compiled for {' and '.join(some)}")
     return out
 
 
@@ -81,9 +84,9 @@ def build_program(graph: Graph, target: Target) -> Program:
 
 def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel]]:
     """A program without machine code, and its kernels in the order they run."""
-    graph = split_reductions(graph, target)
-    kernels = make_kernels(graph, target)
-    return _Assembler(graph).program(kernels), kernels
+    graph = split_reductions(prepare_dots(graph, target), target)
+    work = make_kernels(graph, target)
+    return _Assembler(graph).program(work), [k for k in work if isinstance(k, Kernel)]
 
 
 def join_texts(kernels: Iterable[Kernel]) -> str:
@@ -91,9 +94,10 @@ def join_texts(kernels: Iterable[Kernel]) -> str:
     return "\n".join({k.name: k.text for k in kernels}.values())
 
 
-def make_kernels(graph: Graph, target: Target) -> list[Kernel]:
-    """The kernels of a graph, in the order they run."""
-    return [codegen.emit(p.scheduled) for p in plan_scheduled(graph, target)]
+def make_kernels(graph: Graph, target: Target) -> list[Kernel | MatmulCall]:
+    """The kernels and library calls of a graph, in the order they run."""
+    return [p.scheduled if isinstance(p.scheduled, MatmulCall) else codegen.emit(p.scheduled)
+            for p in plan_scheduled(graph, target)]
 
 
 class _Assembler:
@@ -132,6 +136,10 @@ class _Assembler:
         self.steps.append(KernelStep(kernel.name, tuple(args), kernel.dims, kernel.blocks, kernel.shared_bytes,
                                      kernel.cost, kernel.threads, origin))
 
+    def add_call(self, call: MatmulCall) -> None:
+        args = tuple(self.place_of(n) for n in call.args)
+        self.steps.append(LibraryStep("matmul", args, call.dims, call.flags, call.origin))
+
     def add_aliases(self) -> None:
         """Outputs that are an input, another output, or either under another shape."""
         for buffer, o in zip(self.outputs, self.graph.outputs, strict=True):
@@ -139,9 +147,13 @@ class _Assembler:
             if source != buffer:
                 self.steps.append(AliasStep(source, buffer, o.origin))
 
-    def program(self, kernels: Sequence[Kernel]) -> Program:
-        for k in kernels:
-            self.add_kernel(k)
+    def program(self, work: Sequence[Kernel | MatmulCall]) -> Program:
+        for w in work:
+            if isinstance(w, Kernel):
+                self.add_kernel(w)
+            else:
+                self.add_call(w)
         self.add_aliases()
-        return Program(self.buffers, self.steps, dict(self.graph.symbols), list(self.graph.guards),
-                       join_texts(kernels), name=self.graph.name)
+        text = join_texts(w for w in work if isinstance(w, Kernel))
+        return Program(self.buffers, self.steps, dict(self.graph.symbols), list(self.graph.guards), text,
+                       name=self.graph.name)

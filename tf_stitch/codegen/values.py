@@ -103,7 +103,7 @@ def _select(e: StageEmitter, node: Node, index: Index) -> str:
 
 def _const(e: StageEmitter, node: Node, index: Index) -> str:
     values = ", ".join(literal(v, node.dtype) for v in node.attrs["value"].reshape(-1))
-    name = e.table(compute_type(node.dtype), values)
+    name = e.table(compute_type(node.dtype), values or "0")  # no array of nothing in device code
     return f"{name}[{e.dim(rules.linear(index, node.shape))}]"
 
 

@@ -5,6 +5,7 @@ no unit: every group that reads one computes its own copy, so they never cross a
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from ..ir.graph import Graph, Node
@@ -17,12 +18,11 @@ class Unit:
     """A set of nodes that will be one kernel.  Compared by identity."""
 
     __slots__ = ("id", "nodes")
-    _next_id = 0
+    _ids = itertools.count()
 
     def __init__(self, nodes: Iterable[Node]):
         self.nodes = frozenset(nodes)
-        self.id = Unit._next_id
-        Unit._next_id += 1
+        self.id = next(Unit._ids)
 
 
 class Partition:

@@ -19,7 +19,7 @@ from ..errors import Unschedulable
 from ..ir import dims as D
 from ..ir.graph import Graph, Node
 from ..ir.ops import CHEAP, OPS
-from . import cost
+from . import cost, library
 from .group import Group
 from .partition import ALWAYS_FLOATING, Partition, Unit
 from .span import spans
@@ -85,8 +85,10 @@ class Planner:
         self.parts = Partition(graph, must_write(graph), (n for n in nodes if n.op in ALWAYS_FLOATING))
         self.model = cost.CostModel(target.name, cost.environments(d for n in nodes for d in n.shape))
         self.tried: dict[frozenset[Node], Planned | None] = {}
+        self.uses_library = library.has_library(target)
 
     def run(self) -> list[Planned]:
+        self.join_epilogues()
         self.join_chains()
         self.split_unschedulable()
         for region in self.regions():
@@ -99,6 +101,14 @@ class Planner:
 
     # --- candidates ---------------------------------------------------------------------------------
 
+    def alone(self, unit: Unit) -> bool:
+        """True for a unit that holds library-sized work."""
+        return any(n.op in ALONE or (n.op == "dot" and not self.inlines(n)) for n in unit.nodes)
+
+    def inlines(self, dot: Node) -> bool:
+        """True for a product that may be part of a kernel."""
+        return _small_dot(dot)
+
     def candidate(self, nodes: frozenset[Node]) -> Planned | None:
         """The kernel for ``nodes``, or None when it has no schedule; remembered."""
         if nodes not in self.tried:
@@ -108,6 +118,9 @@ class Planner:
     def attempt(self, nodes: frozenset[Node]) -> Planned | None:
         """Schedules ``nodes`` as they are now."""
         group = self.parts.group(nodes)
+        call = library.match(group.nodes, group.outputs, self.target) if self.uses_library else None
+        if call is not None:
+            return Planned(group, call, self.model.launches_ns, 0.0)  # what it takes does not depend on the plan
         try:
             scheduled = self.build(group, self.target)
         except Unschedulable:
@@ -136,6 +149,22 @@ class Planner:
 
     # --- steps --------------------------------------------------------------------------------------
 
+    def join_epilogues(self) -> None:
+        """Gives a library's product the bias and the ReLU that only follow it."""
+        parts = self.parts
+        for n in parts.order if self.uses_library else ():
+            if n not in parts.owner or not library.suits_library(n, self.target):
+                continue
+            nodes, last = frozenset([n]), n
+            while last not in parts.required and len(parts.users[last]) == 1:
+                last = next(iter(parts.users[last]))
+                group = parts.group(nodes | {last})
+                if len(parts.owner[last].nodes) > 1 or library.match(group.nodes, [last], self.target) is None:
+                    break
+                nodes |= {last}
+            if len(nodes) > 1:
+                parts.contract([parts.owner[m] for m in nodes])
+
     def join_chains(self) -> None:
         """Joins an elementwise node to its only user when that is elementwise too: same shape, no cycle."""
         parts = self.parts
@@ -147,11 +176,13 @@ class Planner:
                 continue
             user = next(iter(users))
             if OPS[user.op].elementwise and user.shape == n.shape:
-                parts.contract([parts.owner[n], parts.owner[user]])
+                both = [parts.owner[n], parts.owner[user]]
+                if not any(self.alone(u) for u in both):
+                    parts.contract(both)
 
     def regions(self) -> list[frozenset[Unit]]:
         """Weakly connected sets of units, cut at work that stays a kernel of its own."""
-        left = {u for u in self.parts.units if not _alone(u) and not self._only_shows(u)}
+        left = {u for u in self.parts.units if not self.alone(u) and not self._only_shows(u)}
         found = []
         while left:
             seed = min(left, key=lambda u: u.id)
@@ -178,7 +209,7 @@ class Planner:
             if self._only_shows(u):
                 for p in self.parts.producers(u):
                     both = frozenset((u, p))
-                    if not _alone(p) and not self.parts.makes_cycle(both) and self.pays(both):
+                    if not self.alone(p) and not self.parts.makes_cycle(both) and self.pays(both):
                         self.parts.contract(both)
                         break
 
@@ -272,7 +303,7 @@ class Planner:
     def copy_cheap_values(self) -> None:
         """Lets readers compute cheap values themselves where that beats writing and reading them."""
         for u in reversed(self.parts.in_order()):
-            if u not in self.parts.units or _alone(u) or (self._copyable(u) and self.try_copies(u.nodes)):
+            if u not in self.parts.units or self.alone(u) or (self._copyable(u) and self.try_copies(u.nodes)):
                 continue
             for v in self.parts.written(u.nodes):
                 if v in self.parts.owner and v not in self.parts.required and self._worth_a_copy(v):
@@ -305,7 +336,7 @@ class Planner:
         """Lets ``nodes`` float if the kernels around them get faster in sum."""
         parts = self.parts
         around = parts.around(nodes)
-        if any(_alone(u) for u in around) or not any(parts.consumers(parts.owner[n]) for n in nodes):
+        if any(self.alone(u) for u in around) or not any(parts.consumers(parts.owner[n]) for n in nodes):
             return False
         before, state, tried = sum(self.planned(u.nodes).ns for u in around), parts.state(), dict(self.tried)
         parts.let_float(nodes)
@@ -325,7 +356,7 @@ class Planner:
         for layer in spans(order, self.parts.producers).layers():
             by_blocks: dict[Any, list[Unit]] = {}
             for u in layer:
-                if not _alone(u):
+                if not self.alone(u):
                     by_blocks.setdefault(self.planned(u.nodes).scheduled.blocks, []).append(u)
             merged = [self._merge_all(same) for same in by_blocks.values()]
             if len(merged) > 1:
@@ -339,11 +370,6 @@ class Planner:
             if not self.parts.makes_cycle(both) and self.pays(both):
                 kept = self.parts.contract(both)
         return kept
-
-
-def _alone(unit: Unit) -> bool:
-    """True for a unit that holds library-sized work."""
-    return any(n.op in ALONE or (n.op == "dot" and not _small_dot(n)) for n in unit.nodes)
 
 
 def _cheap(node: Node) -> bool:
