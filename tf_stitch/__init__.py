@@ -5,15 +5,15 @@
     tf_stitch.rewrite_saved_model(src, dst)
     tf_stitch.rewrite_graph_def(graph_def)
 
-Importing tf_stitch is cheap; TensorFlow and the op library are loaded when something needs them.  To load a
-rewritten SavedModel, call ``tf_stitch.load_library()`` before ``tf.saved_model.load``, or use
-``tf_stitch.load_saved_model``.
+Importing tf_stitch is cheap: TensorFlow is imported when something needs it.  Once both are imported, in either
+order, rewritten SavedModels load with ``tf.saved_model.load``.
 """
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+import wrapt
 
 if TYPE_CHECKING:
     from .api import load_library, rewrite_graph_def
@@ -53,10 +53,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _register_with_tensorflow() -> None:
-    """Loads the op library when TensorFlow is there already, so that rewritten models load after the import."""
-    if "tensorflow" not in sys.modules or not hasattr(sys.modules["tensorflow"], "load_op_library"):
-        return
+def _register_op(_: Any) -> None:
+    """Makes TensorFlow know the op, so that rewritten models load."""
     import logging
 
     from . import runtime
@@ -64,8 +62,8 @@ def _register_with_tensorflow() -> None:
 
     try:
         runtime.load()
-    except Error as error:
+    except Error as error:  # everything that needs no op still works
         logging.getLogger("tf_stitch").warning("%s", error)
 
 
-_register_with_tensorflow()
+wrapt.register_post_import_hook(_register_op, "tensorflow")  # at once when it is imported already

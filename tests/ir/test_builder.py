@@ -306,3 +306,22 @@ def test_symbols_that_nothing_mentions_go(b):
     shape = b.param([3], "int32")
     b.value_symbol(shape, 0)
     assert b.finish([shape]).symbols == {}
+
+
+def test_a_value_that_is_read_twice_is_one_symbol_with_the_bound_found_so_far(b):
+    x, sizes = b.param([None, 4], "float32", "x"), b.param([2], "int32", "sizes")
+    first = b.value_symbol(sizes, 0)
+    cut = b.slice(x, [0, 0], [first, 4])          # makes the size at least 0
+    early = b.shape_value([first])
+    again = b.value_symbol(sizes, 0)
+    assert again == b.resolve(first) and [s.lo for s in D.symbols(again)] == [0]
+    padded = b.pad(x, [again - 2, 0], [0, 0])     # and here at least 2 in effect, with a guard
+    late = b.iota([b.value_symbol(sizes, 0)], 0, "int32")
+    graph = b.finish([cut, early, padded, late])
+    shown = {s for n in graph.nodes() for d in (*n.shape, *n.attr_dims()) for s in D.symbols(d) if s.name == "v1"}
+    assert len(shown) == 1, shown
+    out = run(graph, [array(5, 4), np.array([3, 9], np.int32)])
+    assert [o.shape for o in out] == [(3, 4), (1,), (6, 4), (3,)]
+    for wrong in (-1, 1, 6):
+        with pytest.raises(GuardFailed):
+            run(graph, [array(5, 4), np.array([wrong, 9], np.int32)])

@@ -1,6 +1,8 @@
 """Rewriting GraphDefs: what is spliced in gives the same numbers, and all that others rely on is kept."""
 from __future__ import annotations
 
+import concurrent.futures
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -416,3 +418,17 @@ def test_a_cluster_of_constants_only():
         tf.graph_util.import_graph_def(out, name="")
         got = session.run("y:0", {"x:0": normal(3, 700)})
     np.testing.assert_allclose(got, run(gd, ["y:0"], {"x:0": normal(3, 700)})[0], rtol=1e-6, atol=1e-6)
+
+
+def test_threads_may_rewrite_at_the_same_time():
+    def graph():
+        x = placeholder()
+        for k in range(6):
+            x = tf.matmul(tf.nn.softmax(x * (k + 2)) + tf.reduce_mean(x, 1, keepdims=True), tf.constant(normal(8, 8)))
+        tf.identity(tf.exp(x) + 1, name="y")
+
+    gd = build(graph)
+    want = rewrite(gd, NATIVE)[0].SerializeToString(deterministic=True)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for out, _ in pool.map(lambda _: rewrite(gd, NATIVE), range(8)):
+            assert out.SerializeToString(deterministic=True) == want

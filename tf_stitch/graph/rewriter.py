@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -19,11 +18,12 @@ from ..errors import StitchError
 from ..ir.graph import Graph
 from ..options import Options
 from ..program import serialize
-from ..program.program import KernelStep, Program
+from ..program.program import AliasStep, KernelStep, Program
 from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
 from . import clusters, lower
 from .clusters import Cluster, Found, NodeInfo, Tensor
+from .devices import resolve
 from .importer import import_cluster
 from .view import GraphView
 
@@ -50,18 +50,9 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
       only: picks the nodes of the main graph that may be stitched (None: all of them).
       progress: called with (steps done, steps in all, what was just done).
 
-    What cannot be stitched stays as it is, with the reason in the report.
+    What cannot be stitched stays as it is, with the reason in the report.  Threads may rewrite at the same time.
     """
-    with _lock:
-        return _rewrite(graph_def, options or Options(), functions, keep_ends, keep_in or {}, only, progress)
-
-
-_lock = threading.Lock()  # one rewrite at a time: the passes number their nodes by a shared counter
-
-
-def _rewrite(graph_def: graph_pb2.GraphDef, options: Options, functions: bool, keep_ends: bool,
-             keep_in: Mapping[str, Iterable[str]], only: Callable[[graph_pb2.GraphDef], frozenset[str]] | None,
-             progress: Progress | None) -> tuple[graph_pb2.GraphDef, Report]:
+    options, keep_in = options or Options(), keep_in or {}
     out = graph_pb2.GraphDef()
     out.CopyFrom(graph_def)
     places = [_place("", graph_def, None, options, keep_ends=keep_ends, keep=options.keep)]
@@ -75,7 +66,7 @@ def _rewrite(graph_def: graph_pb2.GraphDef, options: Options, functions: bool, k
         places[0].only = only(graph_def)
     for place in places:
         place.plan()
-    _compile(places, options, progress)
+    _compile(places, progress)
     functions_out = {f.signature.name: f for f in out.library.function}
     for place in places:
         for fallback in place.splice(functions_out.get(place.name, out)):
@@ -89,6 +80,7 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
            library: function_pb2.FunctionDefLibrary | None, options: Options, *, keep_ends: bool = False,
            why: str | None = None, keep: Iterable[str] = ()) -> _Place:
     view = None
+    options = resolve(options, {n.device for n in _nodes_of(source)} - {""})
     if why is None:
         try:
             view = GraphView(source, library)
@@ -221,6 +213,8 @@ class _Place:
         assert self.view is not None
         graph = import_cluster(self.view, c.nodes, list(c.inputs), list(c.outputs), c.root)
         program = compiler.build_program(graph, of_options(self.options))
+        if self.options.on_gpu:
+            _check_host_values(program)
         serialize.dumps(program)  # a program that cannot be written must not come up again while splicing
         return _Job(c, graph, program)
 
@@ -343,10 +337,17 @@ def _unique(name: str, taken: set[str]) -> str:
     raise AssertionError
 
 
-def _compile(places: Iterable[_Place], options: Options, progress: Progress | None) -> None:
+def _compile(places: Iterable[_Place], progress: Progress | None) -> None:
     """Machine code for every program; a cluster whose code does not compile goes back to TensorFlow."""
+    groups: dict[Options, list[_Place]] = {}
+    for place in places:
+        groups.setdefault(replace(place.options, keep=()), []).append(place)
+    for options, together in groups.items():
+        _compile_for(together, options, progress)
+
+
+def _compile_for(places: list[_Place], options: Options, progress: Progress | None) -> None:
     tell = progress or (lambda done, total, what: None)
-    places = list(places)
     jobs = [j for p in places for j in p.jobs]
     texts = [j.program.text for j in jobs]
     try:
@@ -458,10 +459,27 @@ def _stitched_node(name: str, job: _Job, fallback: function_pb2.FunctionDef, edi
     node.attr["Tin"].list.SetInParent()
     node.attr["Tin"].list.type.extend(_types(view, c.inputs))
     node.attr["Tout"].list.type.extend(_types(view, c.outputs))
+    if options.on_gpu and (host := _host_values(job.program)):
+        node.attr["_input_hostmem"].list.i.extend(host)
     node.attr["program"].s = serialize.dumps(replace(job.program, code=job.code or {}))
     node.attr["fallback"].func.name = fallback.signature.name
     node.attr["output_shapes"].list.shape.extend(tf.TensorShape(view.proven_shape(r)).as_proto() for r in c.outputs)
     return node
+
+
+def _host_values(program: Program) -> list[int]:
+    """Inputs whose contents are sizes: the host reads them."""
+    return sorted({s.param for s in program.symbols.values() if s.kind == "value"})
+
+
+def _check_host_values(program: Program) -> None:
+    """Raises ImportFailed where a GPU's kernels would read what must be in host memory."""
+    host = {i for i, b in enumerate(program.buffers) if b.kind == "input" and b.index in _host_values(program)}
+    for step in program.steps:
+        read = host & set((step.source,) if isinstance(step, AliasStep) else step.buffers)
+        if read:
+            raise StitchError(f"Input {program.buffers[min(read)].index} of the cluster of '{step.origin}' holds sizes "
+                              "and is computed with as well; the cluster stays TensorFlow's.")
 
 
 def _fallback(view: GraphView, c: Cluster) -> function_pb2.FunctionDef:

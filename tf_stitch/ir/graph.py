@@ -1,6 +1,7 @@
 """The IR: an immutable DAG of primitive operations over typed, statically ranked tensors."""
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ class Node:
     """
 
     __slots__ = ("attrs", "dtype", "id", "inputs", "op", "origin", "shape")
-    _next_id = 0
+    _ids = itertools.count()  # shared by all threads: drawing from it is atomic
 
     def __init__(self, op: str, inputs: Sequence[Node], attrs: Mapping[str, Any], shape: Sequence[Dim],
                  dtype: str, origin: str = ""):
@@ -34,8 +35,7 @@ class Node:
         self.shape: Shape = tuple(shape)
         self.dtype = dtype
         self.origin = origin
-        self.id = Node._next_id  # creation order: a stable tie-break for every pass
-        Node._next_id += 1
+        self.id = next(Node._ids)  # creation order: a stable tie-break for every pass
 
     @property
     def rank(self) -> int:
