@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tf_stitch.codegen import HOST_FLAGS, Kernel, emit, translation_unit
+from tf_stitch.codegen import HOST_FLAGS, Kernel, emit, level_flags, translation_unit
 from tf_stitch.fusion.group import Group
 from tf_stitch.ir import dims as D
 from tf_stitch.ir.dtypes import DTYPES
@@ -88,11 +88,12 @@ class Library:
         return outputs, status.value
 
 
-def compile_kernels(kernels: Sequence[Kernel], flags: Sequence[str] = ("-march=x86-64-v3",)) -> Library:
+def compile_kernels(kernels: Sequence[Kernel], level: str = "x86-64-v3", optimize: str = "-O3") -> Library:
     """Compiles kernels with g++ into one library."""
     folder = Path(tempfile.mkdtemp())
     source, library = folder / "k.cc", folder / "k.so"
     source.write_text(translation_unit(kernels, "host"))
-    done = subprocess.run(["g++", *HOST_FLAGS, *flags, str(source), "-o", str(library)], capture_output=True, text=True)
+    command = ["g++", *HOST_FLAGS, f"-march={level}", *level_flags(level), optimize, str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:3000]
     return Library(ctypes.CDLL(str(library)))

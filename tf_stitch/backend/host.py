@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..codegen.unit import HOST_FLAGS
+from ..codegen.unit import HOST_FLAGS, level_flags
 from ..errors import CompileError, GuardFailed
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
@@ -44,7 +44,6 @@ _LEVEL_FLAGS = {
     "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
 }
 _MARCH = {**{level: f"-march={level}" for level in (*HOST_LEVELS, "x86-64")}, "aarch64": "-march=armv8-a"}
-_TUNE = {"x86-64-v4": ("-mprefer-vector-width=512",)}
 
 
 # --- this machine ----------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ def _same_family(level: str) -> bool:
 
 
 def _build(source: str, level: str, command: list[str]) -> bytes:
-    flags = [*HOST_FLAGS, _MARCH[level], *_TUNE.get(level, ())]
+    flags = [*HOST_FLAGS, _MARCH[level], *level_flags(level)]
     key = _key(source, compiler_version(command), command, flags)
     code = CACHE.get(key)
     if code is None:

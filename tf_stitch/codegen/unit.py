@@ -20,6 +20,17 @@ HOST_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fn
               "-fno-rtti", "-fno-asynchronous-unwind-tables", "-shared", "-fPIC", "-w")
 
 
+def level_flags(level: str) -> tuple[str, ...]:
+    """Flags besides -march for a code target such as "x86-64-v3".
+
+    g++ 12 moves integers through MMX registers at x86-64-v2 and leaves them in use, which makes the next x87
+    instruction (fmod, long double) give NaN: hence no MMX on x86.
+    """
+    if not level.startswith("x86-64"):
+        return ()
+    return ("-mno-mmx", "-mprefer-vector-width=512") if level == "x86-64-v4" else ("-mno-mmx",)
+
+
 @functools.cache
 def prelude(target: str) -> str:
     """The headers of a target ("host" or "cuda") as one text without includes of its own."""
