@@ -51,7 +51,7 @@ def enable(options: Options | None = None) -> None:
     library does not fit the installed TensorFlow.
     """
     with _state.lock:
-        _state.everything = replace(options or Options(target="host"), levels=())  # code for this machine only
+        _state.everything = replace(options or Options(), levels=())  # code for this machine only
         _arm()
 
 
@@ -211,7 +211,7 @@ def _rewrite(name: str, serialized: bytes, keep: tuple[str, ...]) -> bytes | Non
     graph = graph_pb2.GraphDef.FromString(serialized)
     if everything is None and MARK not in name and not any(map(_is_marked, graph.node)):
         return None
-    options = replace(everything or Options(target="host", levels=()), keep=keep)
+    options = replace(everything or Options(levels=()), keep=keep)
     only = None if everything is not None or MARK in name else marked_nodes
     result, report = rewrite(graph, options, functions=False, keep_ends=False, only=only)
     if not report.clusters:

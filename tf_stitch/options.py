@@ -34,3 +34,8 @@ class Options:
             raise OptionError(f"Option 'levels' has unknown entries {sorted(unknown)}; use {', '.join(HOST_LEVELS)}.")
         if not (self.target in ("auto", "host") or self.target.startswith("cuda:sm_")):
             raise OptionError(f"Target '{self.target}' is not known; use 'auto', 'host' or 'cuda:sm_90'.")
+
+    @property
+    def on_gpu(self) -> bool:
+        """True when the target is a GPU."""
+        return self.target.startswith("cuda")

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..ir.dtypes import DTYPES
 from ..options import Options
-from . import lower
+from . import devices, lower
 from .control import CONTROL_FLOW, ENTER, Context, Flow, contexts, is_back_edge
 from .view import GraphView, NodeView
 
@@ -111,7 +111,36 @@ class Found:
 
 def describe(view: GraphView, options: Options) -> list[NodeInfo]:
     """What :func:`find` needs to know of each node of a view."""
-    return [_describe(view, n, options) for n in view]
+    infos = [_describe(view, n, options) for n in view]
+    return _leave_host_integers(view, infos) if options.on_gpu else infos
+
+
+def _leave_host_integers(view: GraphView, infos: list[NodeInfo]) -> list[NodeInfo]:
+    """On a GPU, leaves out what computes the small integers that TensorFlow's ops read on the host."""
+    why = {i.name: i.why for i in infos}
+    small = {i.name for i in infos if i.small_integer and not i.small_const}
+    again = True
+    while again:
+        again = False
+        for i in reversed(infos):
+            if i.name in small and why[i.name] is None and _read_on_host(view, i.name, why):
+                why[i.name] = "TensorFlow computes on the host what its own ops read there"
+                again = True
+    return [replace(i, why=why[i.name]) for i in infos]
+
+
+def _read_on_host(view: GraphView, name: str, why: Mapping[str, str | None]) -> bool:
+    for reader, index, port in view.consumers(name):
+        node = view[reader]
+        if why.get(reader) is None:
+            continue  # it may be stitched itself, and sees the value symbolically
+        if devices.host_input(node.op, index, len(node.inputs)):
+            return True
+        routed = node.op in devices.ROUTING or lower.is_metadata(node.op)
+        if view.dtype((name, port)) in devices.HOST_INTEGERS and (
+                routed or (_is_small_integer(view, (reader, 0)) if view.num_outputs(reader) else False)):
+            return True
+    return False
 
 
 def _describe(view: GraphView, n: NodeView, options: Options) -> NodeInfo:
@@ -130,10 +159,12 @@ def _why_not(view: GraphView, n: NodeView, options: Options) -> str | None:
         return "an argument of the function"
     if n.op in options.skip_ops:
         return f"op {n.op} is in the option skip_ops"
-    if lower.is_contraction(n.op):
+    if lower.is_contraction(n.op) and not (options.on_gpu and lower.is_product(n.op)):
         return "a contraction stays TensorFlow's library call on this target"
-    if "GPU" in n.device.upper() and not options.target.startswith("cuda"):
+    if devices.is_gpu(n.device) and not options.on_gpu:
         return f"it is placed on {n.device} and the target is the host"
+    if devices.is_cpu(n.device) and options.on_gpu:
+        return f"it is placed on {n.device} and the target is the GPU"
     if any(t.endswith("_ref") for t in n.outputs or ()):
         return "it hands out a reference"
     return lower.why_not(view, n)

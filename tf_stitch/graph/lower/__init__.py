@@ -8,11 +8,12 @@ from .registry import (
     is_contraction,
     is_literal,
     is_metadata,
+    is_product,
     lower,
     needs_value,
     symbolic,
     why_not,
 )
 
-__all__ = ["INEXACT", "REGISTRY", "SYMBOLIC", "Lowering", "is_contraction", "is_literal", "is_metadata", "lower",
-           "needs_value", "symbolic", "why_not"]
+__all__ = ["INEXACT", "REGISTRY", "SYMBOLIC", "Lowering", "is_contraction", "is_literal", "is_metadata",
+           "is_product", "lower", "needs_value", "symbolic", "why_not"]

@@ -60,6 +60,9 @@ CONTRACTIONS = frozenset({
     "Conv2DBackpropInputV2", "Conv2DBackpropFilterV2",
 })
 
+# Those of them that become one matrix product.
+PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "_FusedMatMul"})
+
 # Ops that move no data: they give another name, shape or description to a tensor.
 METADATA = frozenset({
     "Shape", "ShapeN", "Size", "Rank", "Reshape", "Identity", "IdentityN", "StopGradient", "PreventGradient",
@@ -103,6 +106,11 @@ class NotSymbolic(Exception):
 def is_contraction(op_type: str) -> bool:
     """True for matmuls, convolutions and pools."""
     return op_type in CONTRACTIONS
+
+
+def is_product(op_type: str) -> bool:
+    """True for contractions that a GPU program computes itself."""
+    return op_type in PRODUCTS
 
 
 def is_metadata(op_type: str) -> bool:
