@@ -18,6 +18,7 @@ from ..ir.graph import Graph, Node
 from ..ir.structural import dot_free
 
 DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+LIGHT_ELEMENTS = 1 << 15  # of one matrix that every block reads again and again: it should stay in the first cache
 TINY_WORK = 1 << 14  # multiply-adds: a kernel does less than this while it waits for memory anyway
 
 
@@ -52,6 +53,13 @@ def suits_library(dot: Node, target: Any) -> bool:
 def work_of(dot: Node) -> Dim:
     """Multiply-adds of a product."""
     return D.product([*dot.shape, *(dot.inputs[0].shape[a] for a in dot.attrs["contract"][0])])
+
+
+def is_light(dot: Node) -> bool:
+    """True for products that a block can do for some rows by itself: what multiplies them is small, and known to be."""
+    _, free, contract = _axes(dot, 1)
+    right = D.product(dot.inputs[1].shape[a] for a in (*free, *contract))
+    return isinstance(right, int) and right <= LIGHT_ELEMENTS
 
 
 # --- before planning -------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class Planner:
 
     def inlines(self, dot: Node) -> bool:
         """True for a product that may be part of a kernel."""
-        return _small_dot(dot)
+        return _small_dot(dot) or (self.uses_library and library.is_light(dot))
 
     def candidate(self, nodes: frozenset[Node]) -> Planned | None:
         """The kernel for ``nodes``, or None when it has no schedule; remembered."""
