@@ -113,6 +113,16 @@ def test_a_shape_inside_another_cluster_is_handed_over_not_its_operand():
     assert ("s", 0) in second.inputs and "s" not in second.copies
 
 
+def test_waiting_for_shape_arithmetic_is_waiting_for_what_it_reads():
+    shape = dict(small_integer=True, symbolic=True)
+    infos = [source("x"), node("s", "x", op="Shape", computes=False, **shape), node("d", "s", op="Prod", **shape),
+             node("k", op="Const", small_const=True, computes=False, controls=("d",)), node("a", "x", "k"), node("b", "a")]
+    found = find(infos, Options(), read=[("b", 0)])
+    (c,) = found.clusters
+    assert c.controls == ("x",)
+    assert {"s", "d", "k"} <= found.removed
+
+
 def test_originals_of_copies_stay_while_something_reads_them():
     infos = [source("x"), node("k", op="Const", small_const=True, computes=False), node("a", "x", "k"), node("b", "a"),
              left("m", "k")]
@@ -248,6 +258,7 @@ def test_random_graphs_stay_acyclic_and_complete(infos, data):
         assert len({by_name[n].device for n in c.members}) == 1
         assert all(t in c.inputs or t[0] in inside for n in inside for t in by_name[n].inputs)
         assert all(available(t) for t in c.inputs) and not {t[0] for t in c.inputs} & inside
+        assert all(x in staying or x in taken for x in c.controls)
         order = [n for n in c.nodes]
         assert all(order.index(s) < order.index(n) for n in order for s, _ in by_name[n].inputs if s in inside)
     assert all(available(t) for n in staying for t in by_name[n].inputs)

@@ -286,8 +286,11 @@ class _Net:
         return [src]
 
     def copy_controls(self, name: str) -> tuple[str, ...]:
-        """Control inputs of a copied node: its copy waits as it did, so that edges mean the same either way."""
-        return self.by_name[name].controls
+        """What a copied node waits for by its control inputs; its copy waits as it did.
+
+        Waiting for shape arithmetic is waiting for what that reads: it need not stay for this alone.
+        """
+        return tuple(dict.fromkeys(n for c in self.by_name[name].controls for n in self._effective(c)))
 
 
 def _topological(by_name: Mapping[str, NodeInfo]) -> list[NodeInfo]:
@@ -516,7 +519,8 @@ def _wanted(net: _Net, live: set[str], parts: list[_Part]) -> set[Tensor]:
 def _live_originals(net: _Net, owner: Mapping[str, int], parts: list[_Part]) -> set[str]:
     """Nodes outside the clusters that stay: all but shape arithmetic and constants that nothing outside reads."""
     live: set[str] = set()
-    needed = {n for n, _ in net.read} | net.keep | net.pinned | {n for part in parts for n, _ in part.inputs}
+    needed = {n for n, _ in net.read} | net.keep | net.pinned
+    needed.update(n for part in parts for n in (*(t[0] for t in part.inputs), *part.controls))
     for i in reversed(net.order):
         if i.name in owner:
             needed.update(i.controls)
