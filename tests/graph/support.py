@@ -103,8 +103,12 @@ def imported(view: GraphView, outputs: Sequence[tf.Tensor]) -> tuple[Graph, list
     return import_cluster(view, nodes, inputs, refs, name="case"), inputs
 
 
-def assert_close(got: np.ndarray, want: np.ndarray, tolerance: float, what: str, elementwise: bool = False) -> None:
-    """Equal shape, dtype, NaN and Inf; finite values within the tolerance of the largest, or each of its own."""
+def assert_close(got: np.ndarray, want: np.ndarray, tolerance: float, what: str, elementwise: bool = False,
+                 floor: float = 1e-30) -> None:
+    """Equal shape, dtype, NaN and Inf; finite values within the tolerance of the largest, or each of its own.
+
+    ``floor``: a largest value that is smaller is taken to be left over from cancellation.
+    """
     assert got.shape == want.shape, f"{what}: shape {got.shape}, TensorFlow {want.shape}"
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, TensorFlow {want.dtype}"
     rtol = RTOL.get(str(want.dtype))
@@ -120,7 +124,7 @@ def assert_close(got: np.ndarray, want: np.ndarray, tolerance: float, what: str,
         return
     scale = np.abs(b[finite]).max(initial=0.0)
     worst = np.abs(a[finite] - b[finite]).max(initial=0.0)
-    assert worst <= rtol * tolerance * max(scale, 1e-30) + 1e-37, f"{what}: error {worst} of {scale}\n{got}\n{want}"
+    assert worst <= rtol * tolerance * max(scale, floor) + 1e-37, f"{what}: error {worst} of {scale}\n{got}\n{want}"
 
 
 @dataclass
