@@ -86,7 +86,9 @@ def function(func: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
     import tensorflow as tf
     from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
-    if kwargs.get("jit_compile"):
+    from .fast_call import StitchedFunction
+
+    if kwargs.get("jit_compile") or (isinstance(func, Function) and func._jit_compile):
         raise OptionError("tf_stitch.function cannot be combined with jit_compile=True; use one of the two.")
     if isinstance(func, Function):
         kwargs.setdefault("input_signature", func.input_signature)
@@ -97,6 +99,7 @@ def function(func: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         raise OptionError(f"tf_stitch.function wraps a callable, not a {type(func).__name__}.")
     made = tf.function(func, **kwargs)
     made._name = MARK + re.sub(r"\W", "_", made._name)  # the name is how its graphs are known again
+    made.__class__ = StitchedFunction
     with _state.lock:
         _state.marked = True
         _arm()

@@ -189,6 +189,8 @@ def test_only_the_decorated_function_is_stitched():
 def test_decorator_refuses_what_it_cannot_do():
     with pytest.raises(OptionError, match="jit_compile"):
         tf_stitch.function(block, jit_compile=True)
+    with pytest.raises(OptionError, match="jit_compile"):
+        tf_stitch.function(tf.function(block, jit_compile=True))
     with pytest.raises(OptionError, match="callable"):
         tf_stitch.function(3)
 
