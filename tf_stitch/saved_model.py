@@ -24,7 +24,7 @@ MODEL, FINGERPRINT = "saved_model.pb", "fingerprint.pb"
 BATCHES = (1, 3, 17)
 # Sizes tried for further unknown dims when the model refuses the batch size there (image sides and the like).
 OTHER_SIZES = (None, 8, 16, 32, 64, 128, 224)
-TOLERANCE = {"float16": 2e-2, "bfloat16": 1e-1}
+TOLERANCE = {"float16": 2e-2, "bfloat16": 1e-1, "float64": 1e-10, "complex128": 1e-10}
 DEFAULT_TOLERANCE = 1e-4
 INIT_SIGNATURE = "__saved_model_init_op"
 
@@ -189,7 +189,7 @@ def _written(model: Any, source: Path, goal: Path, overwrite: bool) -> Iterator[
 def _fill(model: Any, source: Path, folder: Path) -> None:
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=lambda where, names: [
         n for n in names if Path(where) == source and n in (MODEL, FINGERPRINT)])
-    data = model.SerializeToString(deterministic=True)
+    data = _serialized(model)
     with open(folder / MODEL, "wb") as f:
         f.write(data)
         f.flush()
@@ -199,6 +199,17 @@ def _fill(model: Any, source: Path, folder: Path) -> None:
     os.chmod(folder, 0o777 & ~umask)  # mkdtemp makes private folders
     if (source / FINGERPRINT).exists():
         _fingerprint(folder)
+
+
+def _serialized(model: Any) -> bytes:
+    from google.protobuf.message import EncodeError
+
+    try:
+        return model.SerializeToString(deterministic=True)
+    except (EncodeError, ValueError):
+        raise SavedModelError(f"{MODEL} of the rewritten model is larger than the 2 GB that TensorFlow reads; use "
+                              "--native (levels=()) for less machine code, or variables for its large constants."
+                              ) from None
 
 
 def _fingerprint(folder: Path) -> None:
@@ -215,14 +226,15 @@ def _put(folder: Path, goal: Path, overwrite: bool) -> None:
     if not overwrite:
         raise SavedModelError(f"'{goal}' was made by somebody else meanwhile; use another folder.")
     old = Path(tempfile.mkdtemp(prefix=f".{goal.name}.old.", dir=goal.parent))
-    os.rename(goal, old / "model")
     try:
+        os.rename(goal, old / "model")
         os.rename(folder, goal)
-    except OSError:
-        os.rename(old / "model", goal)
+    except BaseException:  # an interrupt too; the old model is never removed before the new one is in its place
+        if os.path.lexists(old / "model"):
+            os.rename(old / "model", goal)
+        old.rmdir()
         raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -430,12 +442,17 @@ def _record(errors: dict[str, tuple[float, str]], signature: str, got: Mapping[s
 
 
 def _judge(errors: dict[str, tuple[float, str]], original: Path) -> None:
-    bad = {k: e for k, (e, dtype) in errors.items() if not e <= TOLERANCE.get(dtype, DEFAULT_TOLERANCE)}
+    bad = {k: e for k, (e, dtype) in errors.items() if not e <= _tolerance(dtype)}
     if not bad:
         return
     name = max(bad, key=lambda k: bad[k])
     raise VerifyError(f"Output '{name}' of the rewritten model differs from the original's by {bad[name]:.1e} of its "
                       f"largest value, so nothing was written; if '{original}' is random by design, use --no-verify.")
+
+
+def _tolerance(dtype: str) -> float:
+    """Integers are ids and counts: they must be equal."""
+    return 0.0 if "int" in dtype else TOLERANCE.get(dtype, DEFAULT_TOLERANCE)
 
 
 def _first_line(error: Exception) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from google.protobuf.message import EncodeError
 
 import tf_stitch
 from tf_stitch import cli, saved_model
@@ -140,6 +141,21 @@ def test_relative_error_of_other_types():
     assert saved_model.relative_error(np.array([1.0], np.float32), np.array([1.0])) == np.inf
 
 
+def test_tolerance_is_the_element_types(tmp_path):
+    def judge(got, want):
+        errors: dict = {}
+        saved_model._record(errors, "f", {"y": got}, {"y": want})
+        saved_model._judge(errors, tmp_path)
+
+    ids = np.array([30_000, 7])
+    judge(ids, ids)
+    judge(np.float32([1, 1 + 5e-5]), np.float32([1, 1]))
+    for got, want in [(ids + [1, 0], ids), (np.array([1, 1 + 5e-5]), np.ones(2)), (ids == 7, ids != 7),
+                      (np.float32([1, 1.001]), np.float32([1, 1]))]:
+        with pytest.raises(VerifyError, match="Output 'f/y'"):
+            judge(got, want)
+
+
 # --- bad input ---------------------------------------------------------------------------------------
 
 def rewrite(src, dst, **options):
@@ -197,6 +213,33 @@ def test_a_full_disk_leaves_nothing(source, tmp_path, monkeypatch):
     with pytest.raises(SavedModelError, match="the disk is full"):
         rewrite(source, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_the_old_model_outlives_a_failed_overwrite(source, tmp_path, monkeypatch, error):
+    goal = tmp_path / "out"
+    shutil.copytree(source, goal)
+    rename = os.rename
+
+    def fails(a, b):
+        if Path(b) == goal and Path(a).name != "model":
+            raise error
+        rename(a, b)
+
+    monkeypatch.setattr(saved_model.os, "rename", fails)
+    with pytest.raises(SavedModelError if isinstance(error, OSError) else KeyboardInterrupt):
+        rewrite(source, goal, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert entries(goal) == entries(source)
+
+
+def test_a_model_too_large_to_write(source, tmp_path):
+    class Huge:
+        def SerializeToString(self, deterministic):
+            raise EncodeError("Failed to serialize proto")
+
+    with pytest.raises(SavedModelError, match="larger than the 2 GB"):
+        saved_model._fill(Huge(), source, tmp_path / "out")
 
 
 def test_a_wrong_number_is_found_and_nothing_written(source, tmp_path, monkeypatch):
