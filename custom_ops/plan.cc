@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "counters.h"
@@ -63,7 +64,7 @@ bool Evaluate(const std::vector<Expr>& exprs, const std::vector<int64_t>& symbol
   return true;
 }
 
-bool Holds(GuardKind kind, int64_t a, int64_t b) {
+bool GuardHolds(GuardKind kind, int64_t a, int64_t b) {
   switch (kind) {
     case GuardKind::kEq:
       return a == b;
@@ -125,7 +126,7 @@ class Planner {
 
   bool CheckGuards() {
     for (const Guard& g : p_.guards) {
-      if (!Holds(g.kind, values_[g.a], values_[g.b])) {
+      if (!GuardHolds(g.kind, values_[g.a], values_[g.b])) {
         return No("a guard does not hold (" + g.reason + ": " + std::to_string(values_[g.a]) + ", " +
                   std::to_string(values_[g.b]) + ")");
       }
@@ -154,6 +155,7 @@ class Planner {
     }
     for (const Buffer& b : p_.buffers) {
       int64_t bytes = BytesOf(b);
+      plan_.buffer_bytes.push_back(bytes);
       if (bytes < 0) return No("a buffer's size is negative or too large");
       const Buffer& holder =
           p_.buffers[b.backing == Backing::kInput    ? p_.inputs[b.backing_index]
@@ -168,17 +170,45 @@ class Planner {
     plan_.steps.resize(p_.steps.size());
     for (size_t i = 0; i < p_.steps.size(); ++i) {
       const Step& s = p_.steps[i];
-      if (s.kind != Step::Kind::kKernel) continue;
+      if (s.kind == Step::Kind::kAlias) continue;
       StepPlan& out = plan_.steps[i];
+      for (ExprId e : s.dims) out.dims.push_back(values_[e]);
+      if (s.kind == Step::Kind::kLibrary) {
+        if (!Matmul(s, &out)) return false;
+        continue;
+      }
       out.blocks = values_[s.blocks];
       out.shared_bytes = values_[s.shared_bytes];
       out.cost = std::max<int64_t>(values_[s.cost], 1);
       if (out.blocks < 0 || out.blocks > kLargest || out.shared_bytes < 0 || out.shared_bytes > kLargest) {
         return No("a launch's size is negative or too large");
       }
-      for (ExprId e : s.dims) out.dims.push_back(values_[e]);
     }
     return true;
+  }
+
+  // A matrix product's operands must hold what it reads and writes.  Blocks are the rows of all matrices.
+  bool Matmul(const Step& s, StepPlan* out) {
+    int64_t batch = out->dims[0], m = out->dims[1], n = out->dims[2], k = out->dims[3];
+    const MatmulFlags& f = s.matmul;
+    uint32_t bias = f.bias ? s.buffers[2] : UINT32_MAX;
+    if (!Holds(s.buffers[0], {f.broadcast_lhs ? 1 : batch, m, k}) ||
+        !Holds(s.buffers[1], {f.broadcast_rhs ? 1 : batch, k, n}) || (f.bias && !Holds(bias, {n, 1, 1})) ||
+        !Holds(s.buffers.back(), {batch, m, n})) {
+      return No("an operand of a matrix product is too small");
+    }
+    out->blocks = n ? batch * m : 0;
+    out->cost = out->blocks ? std::max<int64_t>(n * k, 1) : 1;
+    return true;
+  }
+
+  // True when the sizes are not negative and the buffer has room for their product.
+  bool Holds(uint32_t id, std::array<int64_t, 3> sizes) const {
+    int64_t bytes = DTypeSize(p_.buffers[id].dtype);
+    for (int64_t d : sizes) {
+      if (d < 0 || __builtin_mul_overflow(bytes, d, &bytes)) return false;
+    }
+    return bytes <= BytesOf(p_.buffers[id]);
   }
 
   // Places arena buffers largest first, each at the lowest offset where nothing alive at the same time lies.

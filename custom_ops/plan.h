@@ -26,15 +26,24 @@ struct StepPlan {
   std::vector<int64_t> dims;  // the kernel's run-time integers
 };
 
-// Immutable once made, so any number of threads may run from it.
+// What a device keeps with a plan, made by the plan's first run there and dropped with the plan.
+struct PlanExtra {
+  virtual ~PlanExtra() = default;
+};
+
+// Immutable once made (but for `extra`, which is made once), so any number of threads may run from it.
 struct Plan {
   bool usable = false;
   std::string why_not;  // set when not usable: which guard or size does not hold
 
   std::vector<std::vector<int64_t>> output_dims;  // by output
+  std::vector<int64_t> buffer_bytes;              // by buffer
   std::vector<int64_t> arena_offset;              // by buffer; only for arena buffers
   int64_t arena_bytes = 0;
   std::vector<StepPlan> steps;  // by step; empty entries for aliases
+
+  mutable std::once_flag extra_once;
+  mutable std::unique_ptr<PlanExtra> extra;
 };
 
 // Arena offsets are multiples of this; so are the sizes that a GPU allocates.

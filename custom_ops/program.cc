@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <utility>
 
 namespace tf_stitch {
@@ -201,13 +202,17 @@ class Parser {
     p_.steps.resize(r.Count());
     for (Step& s : p_.steps) {
       uint8_t kind = r.Byte();
-      if (kind > static_cast<uint8_t>(Step::Kind::kAlias))
+      if (kind > static_cast<uint8_t>(Step::Kind::kLibrary))
         r.Fail("step kind " + std::to_string(kind) + " is not known");
       s.kind = static_cast<Step::Kind>(kind);
       s.origin = Name(r);
       if (s.kind == Step::Kind::kAlias) {
         s.source = r.Index(p_.buffers.size(), "buffer");
         s.output = r.Index(p_.buffers.size(), "buffer");
+        continue;
+      }
+      if (s.kind == Step::Kind::kLibrary) {
+        Library(r, s);
         continue;
       }
       s.kernel = Name(r);
@@ -219,6 +224,27 @@ class Parser {
       s.cost = ExprRef(r);
       s.threads = static_cast<uint32_t>(std::min<uint64_t>(r.Unsigned(), UINT32_MAX));
     }
+  }
+
+  void Library(Reader& r, Step& s) {
+    std::string call = Name(r);
+    if (call != "matmul") r.Fail("the library call '" + call + "' is not known");
+    s.buffers.resize(r.Count());
+    for (uint32_t& b : s.buffers) b = r.Index(p_.buffers.size(), "buffer");
+    s.dims = ExprRefs(r);
+    bool* const flags[] = {&s.matmul.trans_lhs,     &s.matmul.trans_rhs, &s.matmul.broadcast_lhs,
+                           &s.matmul.broadcast_rhs, &s.matmul.bias,      &s.matmul.relu};
+    if (r.Count() != std::size(flags)) r.Fail("a matrix product has not 6 flags");
+    for (bool* flag : flags) *flag = r.Index(2, "flag");
+    if (!r.ok()) return;
+    if (s.dims.size() != 4) r.Fail("a matrix product has not 4 dims");
+    if (s.buffers.size() != (s.matmul.bias ? 4 : 3)) r.Fail("a matrix product has another number of operands");
+    int dtype = p_.buffers[s.buffers[0]].dtype;
+    if (!IsMatmulDType(dtype)) r.Fail("a matrix product has elements of type " + std::to_string(dtype));
+    for (uint32_t b : s.buffers) {
+      if (p_.buffers[b].dtype != dtype) r.Fail("a matrix product has operands of several types");
+    }
+    if (p_.buffers[s.buffers.back()].kind == BufferKind::kInput) r.Fail("a matrix product writes an input");
   }
 
   void Guards(Reader& r) {
@@ -341,6 +367,8 @@ class Parser {
 };
 
 }  // namespace
+
+bool IsMatmulDType(int dtype) { return dtype == 1 || dtype == 2 || dtype == 14 || dtype == 19; }
 
 int DTypeSize(int dtype) {
   switch (dtype) {

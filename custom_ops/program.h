@@ -15,6 +15,7 @@ namespace tf_stitch {
 // Element types carry TensorFlow's DataType numbers, which are stable.  Returns 0 for a type that programs cannot hold.
 int DTypeSize(int dtype);
 bool IsIntegerDType(int dtype);
+bool IsMatmulDType(int dtype);  // float16, bfloat16, float32, float64
 
 enum class SymbolKind : uint8_t { kDim = 0, kValue = 1 };
 
@@ -55,16 +56,30 @@ struct Buffer {
   std::vector<ExprId> shape;
   Backing backing;
   uint32_t backing_index;
-  int32_t first_step = -1, last_step = -1;  // the steps that touch an arena buffer
+  int32_t first_step = -1, last_step = -1;  // the steps that touch it; the first one writes it, unless it is an input
+};
+
+// What a library step calls.  kMatmul: out[b] = op(lhs[b]) @ op(rhs[b]) (+ bias along n) (then ReLU), row-major and
+// dense; buffers: lhs, rhs, [bias,] out; dims: batch, m, n, k.
+enum class LibraryCall : uint8_t { kMatmul = 0 };
+
+struct MatmulFlags {
+  bool trans_lhs, trans_rhs;          // the operand is stored transposed
+  bool broadcast_lhs, broadcast_rhs;  // one matrix for the whole batch
+  bool bias, relu;
 };
 
 struct Step {
-  enum class Kind : uint8_t { kKernel = 0, kAlias = 1 } kind;
+  enum class Kind : uint8_t { kKernel = 0, kAlias = 1, kLibrary = 2 } kind;
   std::string origin;
-  // kKernel
-  std::string kernel;
+  // kKernel, kLibrary
   std::vector<uint32_t> buffers;
   std::vector<ExprId> dims;
+  // kLibrary
+  LibraryCall call = LibraryCall::kMatmul;
+  MatmulFlags matmul{};
+  // kKernel
+  std::string kernel;
   ExprId blocks = 0, shared_bytes = 0, cost = 0;
   uint32_t threads = 0;
   // kAlias: output buffer `output` is buffer `source` under another shape

@@ -231,14 +231,8 @@ std::unique_ptr<HostCode> HostCode::Load(const Program& program, std::string* er
   std::string_view bytes;
   std::string built;
   code->kernels_.resize(program.steps.size(), nullptr);
-  bool any = false;
-  for (const Step& s : program.steps) {
-    any |= s.kind == Step::Kind::kKernel;
-    if (s.kind != Step::Kind::kKernel && s.kind != Step::Kind::kAlias) {
-      *error = "it has steps that only a GPU runs";
-      return nullptr;
-    }
-  }
+  bool any = std::any_of(program.steps.begin(), program.steps.end(),
+                         [](const Step& s) { return s.kind == Step::Kind::kKernel; });
   if (!any) return code;
   if (!FindCode(program, &code->target_, &bytes, &built, error)) return nullptr;
   std::shared_ptr<Library> library = OpenShared(bytes, error);

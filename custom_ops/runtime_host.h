@@ -54,7 +54,7 @@ class HostCode {
 
   std::string target_;
   std::shared_ptr<void> library_;
-  std::vector<KernelFn> kernels_;  // by step; null for aliases
+  std::vector<KernelFn> kernels_;  // by step; null for steps that are not kernels
 };
 
 // Runs all steps.  `memory` has the address of every buffer of the program.  Returns 0, or the kernels' status: then

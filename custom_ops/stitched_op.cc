@@ -1,23 +1,17 @@
 // StitchedProgram: the op that runs a stitched cluster.
 //
-// Its kernel runs the program's own kernels where it can, and else the fallback function, which holds the nodes that
-// the op replaced.  Registered here for the CPU.
-#include <cstdlib>
+// Registered here with its CPU kernel; stitched_op_gpu.cc has the one for GPUs.
 #include <cstring>
+#include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <unordered_map>
-#include <unordered_set>
-#include <utility>
 #include <vector>
 
-#include "absl/container/inlined_vector.h"
 #include "counters.h"
+#include "op_base.h"
 #include "plan.h"
 #include "program.h"
 #include "runtime_host.h"
-#include "tensorflow/core/framework/function.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -30,15 +24,9 @@
 
 namespace tf_stitch {
 
-using tensorflow::AsyncOpKernel;
-using tensorflow::DataType;
-using tensorflow::FunctionLibraryRuntime;
-using tensorflow::NameAttrList;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::PartialTensorShape;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
 
 REGISTER_OP("StitchedProgram")
     .Input("args: Tin")
@@ -74,187 +62,23 @@ output_shapes: what is known of the results' shapes; empty when nothing is.
 
 namespace {
 
-bool Disabled() {
-  const char* value = getenv("TF_STITCH_DISABLE");
-  return value && *value && strcmp(value, "0") != 0;
-}
-
-// Logs each distinct message once per process: a node may be instantiated many times.
-void WarnOnce(const std::string& message) {
-  static auto& mu = *new std::mutex;
-  static auto& said = *new std::unordered_set<std::string>;
-  std::lock_guard<std::mutex> lock(mu);
-  if (said.size() < 1000 && said.insert(message).second) LOG(WARNING) << message;
-}
-
-// Element `i` of an integer tensor in host memory.
-int64_t ElementOf(const Tensor& t, int64_t i) {
-  switch (t.dtype()) {
-    case tensorflow::DT_INT8:
-      return static_cast<const int8_t*>(t.data())[i];
-    case tensorflow::DT_INT16:
-      return static_cast<const int16_t*>(t.data())[i];
-    case tensorflow::DT_INT32:
-      return static_cast<const int32_t*>(t.data())[i];
-    case tensorflow::DT_INT64:
-      return static_cast<const int64_t*>(t.data())[i];
-    case tensorflow::DT_UINT8:
-      return static_cast<const uint8_t*>(t.data())[i];
-    case tensorflow::DT_UINT16:
-      return static_cast<const uint16_t*>(t.data())[i];
-    case tensorflow::DT_UINT32:
-      return static_cast<const uint32_t*>(t.data())[i];
-    default:
-      return static_cast<int64_t>(static_cast<const uint64_t*>(t.data())[i]);
-  }
-}
-
-// Checks ranks and reads what a plan depends on; false when the inputs cannot be the program's.
-bool ReadSignature(const Program& program, OpKernelContext* ctx, Signature* signature) {
-  signature->clear();
-  for (size_t i = 0; i < program.inputs.size(); ++i) {
-    const TensorShape& shape = ctx->input(static_cast<int>(i)).shape();
-    int rank = shape.dims();
-    if (rank != static_cast<int>(program.buffers[program.inputs[i]].shape.size())) return false;
-    for (int d = 0; d < rank; ++d) signature->push_back(shape.dim_size(d));
-  }
-  for (const Symbol& s : program.symbols) {
-    if (s.kind != SymbolKind::kValue) continue;
-    const Tensor& t = ctx->input(static_cast<int>(s.param));
-    if (s.index >= static_cast<uint64_t>(t.NumElements())) return false;
-    signature->push_back(ElementOf(t, static_cast<int64_t>(s.index)));
-  }
-  return true;
-}
-
-// What the program says of inputs and outputs must be what the node says; an error phrase, or "".
-std::string CheckTypes(const Program& program, const tensorflow::DataTypeVector& in,
-                       const tensorflow::DataTypeVector& out) {
-  if (program.inputs.size() != in.size()) return "it is made for another number of inputs";
-  if (program.outputs.size() != out.size()) return "it is made for another number of outputs";
-  for (size_t i = 0; i < in.size(); ++i) {
-    if (program.buffers[program.inputs[i]].dtype != in[i]) return "input " + std::to_string(i) + " has another type";
-  }
-  for (size_t i = 0; i < out.size(); ++i) {
-    if (program.buffers[program.outputs[i]].dtype != out[i]) return "output " + std::to_string(i) + " has another type";
-  }
-  return "";
-}
-
-// The node's fallback function, instantiated once for each runtime that asks.
-class Fallback {
+class StitchedProgramOp : public StitchedOp {
  public:
-  explicit Fallback(NameAttrList function) : function_(std::move(function)) {}
-
-  void Run(OpKernelContext* ctx, AsyncOpKernel::DoneCallback done) {
-    ++GlobalCounters().fallbacks;
-    FunctionLibraryRuntime* lib = ctx->function_library();
-    OP_REQUIRES_ASYNC(ctx, lib != nullptr, absl::InternalError("No function library to run a stitched fallback with."),
-                      done);
-    FunctionLibraryRuntime::Handle handle = 0;
-    OP_REQUIRES_OK_ASYNC(ctx, Instantiate(lib, &handle), done);
-    auto* state = new State;
-    state->options.rendezvous = ctx->rendezvous();
-    state->options.cancellation_manager = ctx->cancellation_manager();
-    state->options.collective_executor = ctx->collective_executor();
-    state->options.stats_collector = ctx->stats_collector();
-    state->options.step_container = ctx->step_container();
-    state->options.runner = ctx->runner();
-    state->options.run_all_kernels_inline = ctx->run_all_kernels_inline();
-    state->inputs.reserve(ctx->num_inputs());
-    for (int i = 0; i < ctx->num_inputs(); ++i) state->inputs.push_back(ctx->input(i));
-    lib->Run(state->options, handle, state->inputs, &state->results, [ctx, state, done](const absl::Status& status) {
-      std::unique_ptr<State> owned(state);
-      ctx->SetStatus(status);
-      if (status.ok()) SetOutputs(ctx, state->results);
-      done();
+  explicit StitchedProgramOp(OpKernelConstruction* ctx) : StitchedOp(ctx, /*on_gpu=*/false) {
+    Prepare(ctx, [this] {
+      std::string error;
+      code_ = HostCode::Load(program(), &error);
+      return code_ ? std::string() : error;
     });
   }
 
  private:
-  struct State {
-    FunctionLibraryRuntime::Options options;
-    std::vector<Tensor> inputs, results;
-  };
-
-  static void SetOutputs(OpKernelContext* ctx, const std::vector<Tensor>& results) {
-    bool fits = static_cast<int>(results.size()) == ctx->num_outputs();
-    for (int i = 0; fits && i < ctx->num_outputs(); ++i) fits = results[i].dtype() == ctx->expected_output_dtype(i);
-    if (!fits) {
-      ctx->SetStatus(absl::InvalidArgumentError("The fallback function of a StitchedProgram returns other types than " +
-                                                ctx->op_kernel().name() + " has outputs; rewrite the model again."));
-      return;
-    }
-    for (int i = 0; i < ctx->num_outputs(); ++i) ctx->set_output(i, results[i]);
-  }
-
-  absl::Status Instantiate(FunctionLibraryRuntime* lib, FunctionLibraryRuntime::Handle* handle) {
-    std::lock_guard<std::mutex> lock(mu_);
-    auto found = handles_.find(lib);
-    if (found != handles_.end()) {
-      *handle = found->second;
-      return absl::OkStatus();
-    }
-    TF_RETURN_IF_ERROR(lib->Instantiate(function_.name(), tensorflow::AttrSlice(&function_.attr()), handle));
-    handles_.emplace(lib, *handle);
-    return absl::OkStatus();
-  }
-
-  const NameAttrList function_;
-  std::mutex mu_;
-  std::unordered_map<FunctionLibraryRuntime*, FunctionLibraryRuntime::Handle> handles_;
-};
-
-class StitchedProgramOp : public AsyncOpKernel {
- public:
-  explicit StitchedProgramOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
-    NameAttrList function;
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("fallback", &function));
-    fallback_ = std::make_unique<Fallback>(function);
-    if (Disabled()) return;
-    std::string why = Prepare(ctx);
-    if (code_) return;
-    WarnOnce("tf_stitch: the program of node '" + name() + "' cannot be used: " + why +
-             "; its TensorFlow operations run instead.");
-  }
-
-  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    if (code_ && RunStitched(ctx)) {
-      done();
-    } else {
-      fallback_->Run(ctx, std::move(done));
-    }
-  }
-
- private:
-  // Sets code_, or returns why the program cannot be used.
-  std::string Prepare(OpKernelConstruction* ctx) {
-    const tensorflow::AttrValue* attr = tensorflow::AttrSlice(ctx->def()).Find("program");
-    std::string error;
-    if (!attr) return "the attr 'program' is missing";
-    if (!ParseProgram(attr->s(), &program_, &error)) return "the attr 'program' is corrupt: " + error;
-    error = CheckTypes(program_, input_types(), output_types());
-    if (!error.empty()) return error;
-    code_ = HostCode::Load(program_, &error);
-    program_.code = {};  // loaded by now
-    program_.text = {};
-    return error;
-  }
-
-  // Runs the program's kernels and sets the outputs; false when the fallback has to run (nothing is set then).
-  bool RunStitched(OpKernelContext* ctx) {
-    static thread_local Signature signature;
-    if (!ReadSignature(program_, ctx, &signature)) return false;
-    std::shared_ptr<const Plan> plan = plans_.Get(program_, signature);
-    if (!plan->usable) {
-      VLOG(1) << name() << " runs its TensorFlow operations: " << plan->why_not;
-      return false;
-    }
-    tsl::profiler::TraceMe trace([this] { return "tf_stitch:" + program_.name; });
-    absl::InlinedVector<Tensor, 4> outputs(program_.outputs.size());
-    Tensor arena;
-    absl::InlinedVector<void*, 32> memory(program_.buffers.size());
-    if (!Allocate(ctx, *plan, &outputs, &arena, memory.data())) return false;
+  bool RunStitched(OpKernelContext* ctx) override {
+    std::shared_ptr<const Plan> plan = PlanFor(ctx, &plans_);
+    if (!plan) return false;
+    tsl::profiler::TraceMe trace([this] { return "tf_stitch:" + program().name; });
+    Memory memory;
+    if (!Allocate(ctx, *plan, plan->arena_bytes, &memory)) return false;
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
     auto parallel_for = [workers](int64_t total, int64_t block, const std::function<void(int64_t, int64_t)>& fn) {
       workers->workers->ParallelFor(total, tensorflow::thread::ThreadPool::SchedulingParams::Fixed(block), fn);
@@ -268,55 +92,14 @@ class StitchedProgramOp : public AsyncOpKernel {
       }
     };
     const Observe* observer = tsl::profiler::TraceMe::Active() ? &observe : nullptr;
-    if (RunHost(program_, *code_, *plan, memory.data(), parallel_for, workers->num_threads, observer) != 0) {
+    if (RunHost(program(), *code_, *plan, memory.addresses.data(), parallel_for, workers->num_threads, observer)) {
       return false;
     }
-    for (size_t i = 0; i < outputs.size(); ++i) ctx->set_output(static_cast<int>(i), std::move(outputs[i]));
-    ++GlobalCounters().stitched;
+    SetOutputs(ctx, &memory);
     return true;
   }
 
-  // What the profiler shows for a step: the kernel, and the node that its last result comes from.
-  std::string Label(size_t step) const { return program_.steps[step].kernel + " " + program_.steps[step].origin; }
-
-  // Fills outputs, arena and the address of each buffer; false when memory is short.
-  bool Allocate(OpKernelContext* ctx, const Plan& plan, absl::InlinedVector<Tensor, 4>* outputs, Tensor* arena,
-                void** memory) {
-    if (plan.arena_bytes && !ctx->allocate_temp(tensorflow::DT_UINT8, TensorShape({plan.arena_bytes}), arena).ok()) {
-      return false;
-    }
-    for (size_t i = 0; i < outputs->size(); ++i) {
-      const Buffer& b = program_.buffers[program_.outputs[i]];
-      if (b.backing != Backing::kOutput || b.backing_index != i) continue;
-      tensorflow::AllocatorAttributes attributes = ctx->output_alloc_attr(static_cast<int>(i));
-      if (!ctx->allocate_temp(static_cast<DataType>(b.dtype), TensorShape(plan.output_dims[i]), &(*outputs)[i],
-                              attributes)
-               .ok()) {
-        return false;
-      }
-    }
-    for (size_t i = 0; i < outputs->size(); ++i) {  // outputs that share another tensor's memory
-      const Buffer& b = program_.buffers[program_.outputs[i]];
-      if (b.backing == Backing::kOutput && b.backing_index == i) continue;
-      const Tensor& source =
-          b.backing == Backing::kInput ? ctx->input(static_cast<int>(b.backing_index)) : (*outputs)[b.backing_index];
-      if (!(*outputs)[i].BitcastFrom(source, static_cast<DataType>(b.dtype), TensorShape(plan.output_dims[i])).ok()) {
-        return false;
-      }
-    }
-    for (size_t id = 0; id < program_.buffers.size(); ++id) {
-      const Buffer& b = program_.buffers[id];
-      memory[id] = b.backing == Backing::kInput    ? ctx->input(static_cast<int>(b.backing_index)).data()
-                   : b.backing == Backing::kOutput ? (*outputs)[b.backing_index].data()
-                   : plan.arena_bytes              ? static_cast<char*>(arena->data()) + plan.arena_offset[id]
-                                                   : nullptr;
-    }
-    return true;
-  }
-
-  std::unique_ptr<Fallback> fallback_;
-  Program program_;
-  std::unique_ptr<HostCode> code_;  // null: only the fallback runs
+  std::unique_ptr<HostCode> code_;
   PlanCache plans_;
 };
 

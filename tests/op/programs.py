@@ -7,7 +7,7 @@ import functools
 from tf_stitch.backend import host
 from tf_stitch.ir import dims as D
 from tf_stitch.ir.graph import Guard, SymbolSource
-from tf_stitch.program.program import AliasStep, Buffer, KernelStep, Program
+from tf_stitch.program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program
 
 TEXT = r"""
 #include <stdint.h>
@@ -144,3 +144,23 @@ def fill() -> Program:
     return program([Buffer("input", 0, "int32", (2,)), Buffer("output", 0, "int64", (n,))],
                    [launch("t_fill", (1,), n, 1, (v,))],
                    {"n": SymbolSource("value", 0, 0), "v": SymbolSource("value", 0, 1)})
+
+
+def matmul(dtype: str = "float32", flags=(0, 0, 0, 0, 0, 0), **changes) -> Program:
+    """lhs [b, m, k], rhs [b, k, n] (each as its flags say), [bias [n]] -> [b, m, n], by a library step."""
+    trans_lhs, trans_rhs, broadcast_lhs, broadcast_rhs, has_bias, _ = flags
+    batch, m, n, k = (dim(name) for name in ("batch", "m", "n", "k"))
+    lhs = [1 if broadcast_lhs else batch, *((k, m) if trans_lhs else (m, k))]
+    rhs = [1 if broadcast_rhs else batch, *((n, k) if trans_rhs else (k, n))]
+    shapes = [tuple(lhs), tuple(rhs)] + ([(n,)] if has_bias else [])
+    symbols, guards = {}, []
+    for i, shape in enumerate(shapes):
+        for axis, d in enumerate(shape):
+            if isinstance(d, D.Expr):
+                symbols.setdefault(str(d), SymbolSource("dim", i, axis))
+    if broadcast_lhs and broadcast_rhs:
+        batch = 1
+    buffers = [Buffer("input", i, dtype, shape) for i, shape in enumerate(shapes)]
+    buffers.append(Buffer("output", 0, dtype, (batch, m, n)))
+    step = LibraryStep("matmul", tuple(range(len(buffers))), (batch, m, n, k), tuple(flags), "from_matmul")
+    return program(buffers, [step], symbols, guards, **{"code": {}, "text": "", **changes})

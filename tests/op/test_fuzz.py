@@ -26,7 +26,8 @@ def fuzzer(tmp_path_factory):
 
 def test_damaged_programs_do_no_harm(fuzzer, tmp_path):
     files = []
-    for make in (programs.axpb, programs.chain, programs.rowsum, programs.gather, programs.reshape, programs.fill):
+    for make in (programs.axpb, programs.chain, programs.rowsum, programs.gather, programs.reshape, programs.fill,
+                 programs.matmul):
         program = make()
         program.code = {}
         files.append(tmp_path / make.__name__)

@@ -9,6 +9,7 @@
       5 steps        count, (kind: byte, origin, ...)
                        0 kernel: kernel, buffers, dims, blocks, shared bytes, cost, threads
                        1 alias: source buffer, output buffer
+                       2 library: call, buffers, dims, flags (each 0 or 1)
       6 guards       count, (kind: byte, a, b, reason)
       7 code         count, (target, bytes)
       8 text         bytes
@@ -25,7 +26,7 @@ from ..errors import ProgramError
 from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.graph import Guard, SymbolSource
-from .program import AliasStep, Buffer, KernelStep, Program, Step
+from .program import AliasStep, Buffer, KernelStep, LibraryStep, Program, Step
 
 MAGIC, VERSION = b"TFSP", 1
 _HEADER = len(MAGIC) + 1 + 4
@@ -33,6 +34,7 @@ _OPS = ("const", "symbol", "add", "mul", "div", "mod", "min", "max")
 _BUFFER_KINDS = ("input", "output", "temp")
 _GUARD_KINDS = ("eq", "le", "divides")
 _SYMBOL_KINDS = ("dim", "value")
+_STEP_KINDS = (KernelStep, AliasStep, LibraryStep)
 
 # TensorFlow's DataType numbers (types.proto); they never change.
 DTYPE_NUMBERS = {"float32": 1, "float64": 2, "int32": 3, "uint8": 4, "int16": 5, "int8": 6, "int64": 9, "bool": 10,
@@ -185,11 +187,17 @@ def _write_buffer(w: _Writer, b: Buffer, exprs: _Exprs) -> None:
 
 
 def _write_step(w: _Writer, s: Step, names: _Table, exprs: _Exprs) -> None:
-    w.byte(int(isinstance(s, AliasStep)))
+    w.byte(_STEP_KINDS.index(type(s)))
     w.unsigned(names.number(s.origin))
     if isinstance(s, AliasStep):
         w.unsigned(s.source)
         w.unsigned(s.output)
+        return
+    if isinstance(s, LibraryStep):
+        w.unsigned(names.number(s.call))
+        w.list(s.buffers, w.unsigned)
+        w.list(s.dims, lambda d: w.unsigned(exprs.number(d)))
+        w.list(s.flags, w.unsigned)
         return
     w.unsigned(names.number(s.kernel))
     w.list(s.buffers, w.unsigned)
@@ -322,12 +330,14 @@ def _read_buffer(r: _Reader, exprs: list[Dim]) -> Buffer:
 
 def _read_step(r: _Reader, names: list[str], exprs: list[Dim]) -> Step:
     kind, origin = r.byte(), names[r.unsigned()]
-    if kind == 1:
-        return AliasStep(r.unsigned(), r.unsigned(), origin)
-    if kind:
+    if kind >= len(_STEP_KINDS):
         raise ValueError(f"step kind {kind} is not known")
+    if _STEP_KINDS[kind] is AliasStep:
+        return AliasStep(r.unsigned(), r.unsigned(), origin)
     kernel, buffers = names[r.unsigned()], tuple(r.list(r.unsigned))
     dims = tuple(r.list(lambda: exprs[r.unsigned()]))
+    if _STEP_KINDS[kind] is LibraryStep:
+        return LibraryStep(kernel, buffers, dims, tuple(r.list(r.unsigned)), origin)
     blocks, shared_bytes, cost = (exprs[r.unsigned()] for _ in range(3))
     return KernelStep(kernel, buffers, dims, blocks, shared_bytes, cost, r.unsigned(), origin)
 

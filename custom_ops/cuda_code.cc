@@ -1,0 +1,165 @@
+// Loading: which of a program's code fits a device, modules shared by equal code.
+#include <algorithm>
+#include <map>
+#include <string_view>
+#include <utility>
+
+#include "counters.h"
+#include "runtime_cuda.h"
+
+namespace tf_stitch {
+namespace {
+
+std::string Failed(const cuda::Driver& driver, cuda::Result result, const std::string& doing) {
+  return cuda::Describe(driver, result) + " while " + doing;
+}
+
+// 10 * major + minor version of the current context's device; 0 when it cannot be asked.
+int ComputeCapability(const cuda::Driver& driver) {
+  cuda::Device device;
+  int major = 0, minor = 0;
+  if (driver.CtxGetDevice(&device) || driver.DeviceGetAttribute(&major, cuda::kComputeCapabilityMajor, device) ||
+      driver.DeviceGetAttribute(&minor, cuda::kComputeCapabilityMinor, device)) {
+    return 0;
+  }
+  return major * 10 + minor;
+}
+
+// The number behind a prefix ("sm_90" -> 90), or -1.
+int NumberAfter(std::string_view text, std::string_view prefix) {
+  if (text.substr(0, prefix.size()) != prefix || text.size() == prefix.size()) return -1;
+  int n = 0;
+  for (char c : text.substr(prefix.size())) {
+    if (c < '0' || c > '9' || n > 1000) return -1;
+    n = n * 10 + (c - '0');
+  }
+  return n;
+}
+
+// Machine code runs on its own major version from its minor on; PTX ("compute_NN") on anything from its version on.
+const Code* FindCode(const Program& program, int capability) {
+  const Code* best = nullptr;
+  int best_rank = -1;
+  for (const Code& c : program.code) {
+    int sm = NumberAfter(c.target, "sm_"), ptx = NumberAfter(c.target, "compute_");
+    bool runs = sm >= 0 ? sm / 10 == capability / 10 && sm <= capability : ptx >= 0 && ptx <= capability;
+    int rank = sm >= 0 ? 1000 + sm : ptx;
+    if (runs && rank > best_rank) best = &c, best_rank = rank;
+  }
+  return best;
+}
+
+std::string Targets(const Program& program) {
+  std::string have;
+  for (const Code& c : program.code) have += (have.empty() ? "" : ", ") + c.target;
+  return have.empty() ? "no device" : have;
+}
+
+// A module in a context, and what it was loaded from.
+struct Module {
+  Module(const cuda::Driver& d, cuda::Context c, std::string_view b) : driver(d), context(c), bytes(b) {}
+  Module(const Module&) = delete;
+  Module& operator=(const Module&) = delete;
+  ~Module() {
+    cuda::ScopedContext scope(driver, context);
+    if (!handle || !scope.ok()) return;
+    driver.CtxSynchronize();  // kernels of it may still run
+    driver.ModuleUnload(handle);
+  }
+
+  const cuda::Driver& driver;
+  const cuda::Context context;
+  const std::string bytes;
+  cuda::Module handle = nullptr;
+};
+
+// The module with these bytes in the current context, loaded once.
+std::shared_ptr<Module> OpenShared(const cuda::Driver& driver, cuda::Context context, const std::string& bytes,
+                                   std::string* error) {
+  static std::mutex mu;
+  static auto& loaded = *new std::multimap<size_t, std::weak_ptr<Module>>;  // by hash; ops may outlive statics
+  size_t hash = std::hash<std::string>()(bytes);
+  std::lock_guard<std::mutex> lock(mu);
+  for (auto [it, last] = loaded.equal_range(hash); it != last;) {
+    std::shared_ptr<Module> module = it->second.lock();
+    if (module && module->context == context && module->bytes == bytes) return module;
+    it = module ? std::next(it) : loaded.erase(it);
+  }
+  auto module = std::make_shared<Module>(driver, context, bytes);
+  cuda::Result result = driver.ModuleLoadDataEx(&module->handle, module->bytes.c_str(), 0, nullptr, nullptr);
+  if (result) {
+    module->handle = nullptr;
+    *error = Failed(driver, result, "loading its code");
+    return nullptr;
+  }
+  ++GlobalCounters().loads;
+  loaded.emplace(hash, module);
+  return module;
+}
+
+// Lets a kernel ask for as much dynamic shared memory as the device has, less what it holds statically; returns that.
+int AllowSharedMemory(const cuda::Driver& driver, cuda::Function kernel) {
+  cuda::Device device;
+  int room = 0, fixed = 0;
+  if (driver.CtxGetDevice(&device) || driver.DeviceGetAttribute(&room, cuda::kMaxSharedBytesPerBlock, device) ||
+      driver.FuncGetAttribute(&fixed, cuda::kStaticSharedBytes, kernel)) {
+    return 0;
+  }
+  return driver.FuncSetAttribute(kernel, cuda::kMaxDynamicSharedBytes, room - fixed) ? 0 : room - fixed;
+}
+
+}  // namespace
+
+std::shared_ptr<CudaCode> CudaCode::Load(const Program& program, cuda::Context context, std::string* error) {
+  const cuda::Driver* driver = cuda::LoadDriver(error);
+  if (!driver) return nullptr;
+  cuda::ScopedContext scope(*driver, context);
+  std::shared_ptr<CudaCode> out(new CudaCode(*driver, context));
+  out->kernels_.resize(program.steps.size());
+  bool any = std::any_of(program.steps.begin(), program.steps.end(),
+                         [](const Step& s) { return s.kind == Step::Kind::kKernel; });
+  if (!any) return out;
+  int capability = ComputeCapability(*driver);
+  const Code* code = FindCode(program, capability);
+  if (!code) {
+    *error = "it has code for " + Targets(program) + ", this GPU is sm_" + std::to_string(capability);
+    return nullptr;
+  }
+  std::shared_ptr<Module> module = OpenShared(*driver, context, code->bytes, error);
+  if (!module) return nullptr;
+  out->module_ = module;
+  for (size_t i = 0; i < program.steps.size(); ++i) {
+    const Step& step = program.steps[i];
+    if (step.kind != Step::Kind::kKernel) continue;
+    Kernel& kernel = out->kernels_[i];
+    cuda::Result result = driver->ModuleGetFunction(&kernel.function, module->handle, step.kernel.c_str());
+    if (result) {
+      *error = Failed(*driver, result, "looking for kernel '" + step.kernel + "' in its code for " + code->target);
+      return nullptr;
+    }
+    kernel.max_shared_bytes = AllowSharedMemory(*driver, kernel.function);
+  }
+  return out;
+}
+
+CudaCode::~CudaCode() {
+  if (!capturing_) return;
+  cuda::ScopedContext scope(driver_, context_);
+  if (scope.ok()) driver_.StreamDestroy(capturing_);
+}
+
+std::string CudaCode::Capture(const std::function<std::string(cuda::Stream)>& enqueue, cuda::Graph* graph) {
+  std::lock_guard<std::mutex> lock(mu_);
+  cuda::Result result = 0;
+  if (!capturing_) result = driver_.StreamCreate(&capturing_, cuda::kStreamNonBlocking);
+  if (!result) result = driver_.StreamBeginCapture(capturing_, cuda::kCaptureRelaxed);
+  if (result) return Failed(driver_, result, "starting a capture");
+  std::string error = enqueue(capturing_);
+  *graph = nullptr;
+  result = driver_.StreamEndCapture(capturing_, graph);
+  if (error.empty() && result) error = Failed(driver_, result, "ending a capture");
+  if (!error.empty() && *graph) driver_.GraphDestroy(*graph);
+  return error;
+}
+
+}  // namespace tf_stitch

@@ -1,0 +1,107 @@
+// The CUDA driver API through dlopen: no CUDA headers or libraries are needed to build or to load this library.
+//
+// Declarations follow the public driver API (CUDA 12 and 13, 64-bit entry points); only what is used is here.
+#ifndef TF_STITCH_CUSTOM_OPS_CUDA_DRIVER_H_
+#define TF_STITCH_CUSTOM_OPS_CUDA_DRIVER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace tf_stitch::cuda {
+
+using Result = int;  // CUresult; 0 is success
+using Device = int;
+using Context = struct ContextTag*;
+using Module = struct ModuleTag*;
+using Function = struct FunctionTag*;
+using Stream = struct StreamTag*;
+using Graph = struct GraphTag*;
+using GraphNode = struct GraphNodeTag*;
+using GraphExec = struct GraphExecTag*;
+
+constexpr Result kSuccess = 0;
+constexpr int kStaticSharedBytes = 1;        // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+constexpr int kMaxDynamicSharedBytes = 8;    // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kComputeCapabilityMajor = 75;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+constexpr int kComputeCapabilityMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+constexpr int kMaxSharedBytesPerBlock = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+constexpr int kStreamNonBlocking = 1;        // CU_STREAM_NON_BLOCKING
+constexpr int kCaptureThreadLocal = 1;       // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+constexpr int kCaptureRelaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED
+constexpr int kCaptureStatusNone = 0;        // CU_STREAM_CAPTURE_STATUS_NONE
+
+// CUDA_KERNEL_NODE_PARAMS_v2.
+struct KernelNodeParams {
+  Function func;
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  void** kernel_params;
+  void** extra;
+  void* kern;
+  Context ctx;
+};
+
+// Entry points of libcuda.so.1, by the names of the driver API without "cu".
+struct Driver {
+  Result (*Init)(unsigned);
+  Result (*GetErrorName)(Result, const char**);
+  Result (*GetErrorString)(Result, const char**);
+  Result (*CtxPushCurrent)(Context);
+  Result (*CtxPopCurrent)(Context*);
+  Result (*CtxGetDevice)(Device*);
+  Result (*CtxSynchronize)();
+  Result (*DeviceGetAttribute)(int*, int, Device);
+  Result (*ModuleLoadDataEx)(Module*, const void*, unsigned, int*, void**);
+  Result (*ModuleUnload)(Module);
+  Result (*ModuleGetFunction)(Function*, Module, const char*);
+  Result (*FuncGetAttribute)(int*, int, Function);
+  Result (*FuncSetAttribute)(Function, int, int);
+  Result (*LaunchKernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
+                         void**);
+  Result (*MemcpyHtoDAsync)(void*, const void*, size_t, Stream);
+  Result (*MemsetD8Async)(void*, unsigned char, size_t, Stream);
+  Result (*StreamCreate)(Stream*, unsigned);
+  Result (*StreamDestroy)(Stream);
+  Result (*StreamGetCtx)(Stream, Context*);
+  Result (*StreamIsCapturing)(Stream, int*);
+  Result (*StreamBeginCapture)(Stream, int);
+  Result (*StreamEndCapture)(Stream, Graph*);
+  Result (*GraphCreate)(Graph*, unsigned);
+  Result (*GraphDestroy)(Graph);
+  Result (*GraphAddKernelNode)(GraphNode*, Graph, const GraphNode*, size_t, const KernelNodeParams*);
+  Result (*GraphAddChildGraphNode)(GraphNode*, Graph, const GraphNode*, size_t, Graph);
+  Result (*GraphInstantiate)(GraphExec*, Graph, unsigned long long);
+  Result (*GraphExecKernelNodeSetParams)(GraphExec, GraphNode, const KernelNodeParams*);
+  Result (*GraphExecChildGraphNodeSetParams)(GraphExec, GraphNode, Graph);
+  Result (*GraphExecDestroy)(GraphExec);
+  Result (*GraphLaunch)(GraphExec, Stream);
+};
+
+// The driver, or null with the reason in `error` (may be null).  Loaded once.
+const Driver* LoadDriver(std::string* error);
+
+// "CUDA_ERROR_NAME (text)" of a result.
+std::string Describe(const Driver& driver, Result result);
+
+// Makes a context current while it lives.
+class ScopedContext {
+ public:
+  ScopedContext(const Driver& driver, Context context) : driver_(driver) { ok_ = !driver.CtxPushCurrent(context); }
+  ScopedContext(const ScopedContext&) = delete;
+  ScopedContext& operator=(const ScopedContext&) = delete;
+  ~ScopedContext() {
+    Context popped;
+    if (ok_) driver_.CtxPopCurrent(&popped);
+  }
+  bool ok() const { return ok_; }
+
+ private:
+  const Driver& driver_;
+  bool ok_;
+};
+
+}  // namespace tf_stitch::cuda
+
+#endif  // TF_STITCH_CUSTOM_OPS_CUDA_DRIVER_H_

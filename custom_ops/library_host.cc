@@ -1,0 +1,107 @@
+#include "library_host.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+namespace tf_stitch {
+namespace {
+
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+float FromBits(uint32_t bits) {
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f;
+}
+uint32_t ToBits(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, sizeof bits);
+  return bits;
+}
+
+float Widen(Bfloat16 x) { return FromBits(static_cast<uint32_t>(x.bits) << 16); }
+float Widen(Half x) {
+  uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = x.bits & 0x7FFF;
+  if (rest >= 0x7C00) return FromBits(sign | 0x7F800000 | (rest & 0x3FF) << 13);  // infinite or NaN
+  // Threads of TensorFlow flush denormals, so these come from an integer.
+  float value = rest < 0x400 ? static_cast<float>(rest) * 0x1p-24f : FromBits((rest << 13) + (uint32_t{112} << 23));
+  return FromBits(sign | ToBits(value));
+}
+float Widen(float x) { return x; }
+double Widen(double x) { return x; }
+
+// Round to nearest, ties to even.
+void Narrow(float x, Bfloat16* out) {
+  uint32_t bits = ToBits(x);
+  bool nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+  out->bits = static_cast<uint16_t>(nan ? (bits >> 16) | 0x40 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+void Narrow(float x, Half* out) {
+  uint32_t bits = ToBits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7FFFFFFF, half;
+  if (rest > 0x7F800000) {
+    half = 0x7E00;
+  } else if (rest >= 0x47800000) {  // 2^16
+    half = 0x7C00;
+  } else if (rest < 0x38800000) {  // below 2^-14: adding 1/2 leaves the rounded multiple of 2^-24 in the low bits
+    half = ToBits(FromBits(rest) + 0.5f) - ToBits(0.5f);
+  } else {
+    half = (rest - 0x38000000 + 0xFFF + (rest >> 13 & 1)) >> 13;
+  }
+  out->bits = static_cast<uint16_t>(sign | half);
+}
+template <class T>
+void Narrow(T x, T* out) {
+  *out = x;
+}
+
+template <class T>
+void Rows(const MatmulFlags& f, const std::vector<int64_t>& dims, void* const* buffers, int64_t begin, int64_t end) {
+  using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  int64_t m = dims[1], n = dims[2], k = dims[3];
+  const T *lhs = static_cast<const T*>(buffers[0]), *rhs = static_cast<const T*>(buffers[1]);
+  const T* bias = f.bias ? static_cast<const T*>(buffers[2]) : nullptr;
+  T* out = static_cast<T*>(buffers[f.bias ? 3 : 2]);
+  std::vector<Wide> sums(static_cast<size_t>(n));
+  for (int64_t row = begin; row < end; ++row) {
+    int64_t b = row / m, i = row % m;
+    const T* x = lhs + (f.broadcast_lhs ? 0 : b * m * k) + (f.trans_lhs ? i : i * k);
+    const T* y = rhs + (f.broadcast_rhs ? 0 : b * k * n);
+    int64_t x_step = f.trans_lhs ? m : 1, y_row = f.trans_rhs ? 1 : n, y_column = f.trans_rhs ? k : 1;
+    std::fill(sums.begin(), sums.end(), Wide{0});
+    for (int64_t l = 0; l < k; ++l) {
+      Wide factor = Widen(x[l * x_step]);
+      for (int64_t j = 0; j < n; ++j) sums[j] += factor * Widen(y[l * y_row + j * y_column]);
+    }
+    for (int64_t j = 0; j < n; ++j) {
+      Wide sum = bias ? sums[j] + Widen(bias[j]) : sums[j];
+      Narrow(f.relu && sum < 0 ? Wide{0} : sum, &out[row * n + j]);
+    }
+  }
+}
+
+}  // namespace
+
+void RunMatmulRows(const MatmulFlags& flags, int dtype, const StepPlan& plan, void* const* buffers, int64_t begin,
+                   int64_t end) {
+  switch (dtype) {
+    case 1:
+      return Rows<float>(flags, plan.dims, buffers, begin, end);
+    case 2:
+      return Rows<double>(flags, plan.dims, buffers, begin, end);
+    case 14:
+      return Rows<Bfloat16>(flags, plan.dims, buffers, begin, end);
+    case 19:
+      return Rows<Half>(flags, plan.dims, buffers, begin, end);
+    default:
+      return;  // the parser lets no other type through
+  }
+}
+
+}  // namespace tf_stitch

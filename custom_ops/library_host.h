@@ -1,0 +1,19 @@
+// Library steps on the CPU: plain loops, so that programs with library steps run, and are tested, without a GPU.
+#ifndef TF_STITCH_CUSTOM_OPS_LIBRARY_HOST_H_
+#define TF_STITCH_CUSTOM_OPS_LIBRARY_HOST_H_
+
+#include <cstdint>
+
+#include "plan.h"
+#include "program.h"
+
+namespace tf_stitch {
+
+// Computes rows [begin, end) of a matrix product's `plan.blocks` rows (those of all matrices of the batch).  `buffers`
+// are the step's, of element type `dtype`.  Half types accumulate in float32 and round once.
+void RunMatmulRows(const MatmulFlags& flags, int dtype, const StepPlan& plan, void* const* buffers, int64_t begin,
+                   int64_t end);
+
+}  // namespace tf_stitch
+
+#endif  // TF_STITCH_CUSTOM_OPS_LIBRARY_HOST_H_

@@ -1,0 +1,67 @@
+// What the CPU and the GPU kernel of the StitchedProgram op share.
+#ifndef TF_STITCH_CUSTOM_OPS_OP_BASE_H_
+#define TF_STITCH_CUSTOM_OPS_OP_BASE_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/container/inlined_vector.h"
+#include "op_fallback.h"
+#include "plan.h"
+#include "program.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace tf_stitch {
+
+// Logs each distinct message once per process: a node may be instantiated many times.
+void WarnOnce(const std::string& message);
+
+// Runs the program's own kernels where it can, and else the fallback function, which holds the nodes that the op
+// replaced.
+class StitchedOp : public tensorflow::AsyncOpKernel {
+ public:
+  void ComputeAsync(tensorflow::OpKernelContext* ctx, DoneCallback done) override;
+
+ protected:
+  // Where a run's buffers lie.
+  struct Memory {
+    absl::InlinedVector<const tensorflow::Tensor*, 16> inputs;
+    absl::InlinedVector<tensorflow::Tensor, 4> outputs;
+    tensorflow::Tensor arena;
+    absl::InlinedVector<void*, 32> addresses;  // by buffer
+  };
+
+  StitchedOp(tensorflow::OpKernelConstruction* ctx, bool on_gpu);
+
+  // Parses and checks the program, then calls `load`, which says why the program cannot be used, or "".  Without it,
+  // and after a failure (which is logged), only the fallback runs.
+  void Prepare(tensorflow::OpKernelConstruction* ctx, const std::function<std::string()>& load);
+
+  // Runs the program and sets the outputs or an error status; false, with nothing set, when the fallback has to run.
+  virtual bool RunStitched(tensorflow::OpKernelContext* ctx) = 0;
+
+  // The plan for the inputs at hand; null when the kernels cannot run them.
+  std::shared_ptr<const Plan> PlanFor(tensorflow::OpKernelContext* ctx, PlanCache* plans) const;
+
+  // Fills `memory`, whose inputs may be set already; the arena gets `arena_bytes`.  False when memory is short.
+  bool Allocate(tensorflow::OpKernelContext* ctx, const Plan& plan, int64_t arena_bytes, Memory* memory) const;
+
+  void SetOutputs(tensorflow::OpKernelContext* ctx, Memory* memory) const;
+
+  // What the profiler shows for a step: the kernel, and the node that its last result comes from.
+  std::string Label(size_t step) const;
+
+  const Program& program() const { return program_; }
+
+ private:
+  std::string Parse(tensorflow::OpKernelConstruction* ctx);
+
+  std::unique_ptr<Fallback> fallback_;
+  Program program_;
+  bool ready_ = false;  // false: only the fallback runs
+};
+
+}  // namespace tf_stitch
+
+#endif  // TF_STITCH_CUSTOM_OPS_OP_BASE_H_

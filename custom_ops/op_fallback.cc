@@ -1,0 +1,131 @@
+#include "op_fallback.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "counters.h"
+#include "tensorflow/core/common_runtime/device_mgr.h"
+#include "tensorflow/core/framework/device.h"
+#include "tensorflow/core/framework/memory_types.h"
+
+namespace tf_stitch {
+namespace {
+
+using tensorflow::AsyncOpKernel;
+using tensorflow::Device;
+using tensorflow::FunctionLibraryRuntime;
+using tensorflow::MemoryType;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+struct State {
+  FunctionLibraryRuntime::Options options;
+  std::vector<Tensor> inputs, results;
+};
+
+// `from` lies in memory of one type; sets `to` to it or to a copy in memory of the other.
+absl::Status Move(OpKernelContext* ctx, const Tensor& from, MemoryType has, MemoryType wants, Tensor* to) {
+  if (has == wants || from.NumElements() == 0) {
+    *to = from;
+    return absl::OkStatus();
+  }
+  tensorflow::AllocatorAttributes attributes;
+  attributes.set_on_host(wants == tensorflow::HOST_MEMORY);
+  attributes.set_gpu_compatible(true);
+  TF_RETURN_IF_ERROR(ctx->allocate_temp(from.dtype(), from.shape(), to, attributes));
+  auto* device = static_cast<Device*>(ctx->device());
+  tensorflow::DeviceContext* copier = ctx->op_device_context();
+  return wants == tensorflow::HOST_MEMORY ? copier->CopyDeviceTensorToCPUSync(&from, "", device, to)
+                                          : copier->CopyCPUTensorToDeviceSync(&from, device, to);
+}
+
+absl::Status SetOutputs(OpKernelContext* ctx, const std::vector<Tensor>& results, bool on_gpu) {
+  bool fits = static_cast<int>(results.size()) == ctx->num_outputs();
+  for (int i = 0; fits && i < ctx->num_outputs(); ++i) fits = results[i].dtype() == ctx->expected_output_dtype(i);
+  if (!fits) {
+    return absl::InvalidArgumentError("The fallback function of a StitchedProgram returns other types than " +
+                                      ctx->op_kernel().name() + " has outputs; rewrite the model again.");
+  }
+  for (int i = 0; i < ctx->num_outputs(); ++i) {
+    Tensor result = results[i];
+    if (on_gpu) {
+      MemoryType has = tensorflow::MTypeFromDType(result.dtype());
+      TF_RETURN_IF_ERROR(Move(ctx, results[i], has, ctx->output_memory_type(i), &result));
+    }
+    ctx->set_output(i, result);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+void Fallback::Run(OpKernelContext* ctx, AsyncOpKernel::DoneCallback done) {
+  ++GlobalCounters().fallbacks;
+  FunctionLibraryRuntime* lib = ctx->function_library();
+  OP_REQUIRES_ASYNC(ctx, lib != nullptr, absl::InternalError("No function library to run a stitched fallback with."),
+                    done);
+  FunctionLibraryRuntime::Handle handle = 0;
+  OP_REQUIRES_OK_ASYNC(ctx, Instantiate(lib, ctx, &handle), done);
+  auto state = std::make_unique<State>();
+  state->options.rendezvous = ctx->rendezvous();
+  state->options.cancellation_manager = ctx->cancellation_manager();
+  state->options.collective_executor = ctx->collective_executor();
+  state->options.stats_collector = ctx->stats_collector();
+  state->options.step_container = ctx->step_container();
+  state->options.runner = ctx->runner();
+  state->options.run_all_kernels_inline = ctx->run_all_kernels_inline();
+  if (on_gpu_) {  // copies between memories go through a rendezvous: one of its own for each run
+    state->options.rendezvous = nullptr;
+    state->options.create_rendezvous = true;
+    state->options.source_device = lib->device() ? lib->device()->name() : "";
+  }
+  state->inputs.reserve(ctx->num_inputs());
+  for (int i = 0; i < ctx->num_inputs(); ++i) {
+    state->inputs.push_back(ctx->input(i));
+    if (!on_gpu_) continue;
+    MemoryType wants = tensorflow::MTypeFromDType(ctx->input_dtype(i));
+    OP_REQUIRES_OK_ASYNC(ctx, Move(ctx, ctx->input(i), ctx->input_memory_type(i), wants, &state->inputs.back()), done);
+  }
+  State* s = state.release();
+  lib->Run(s->options, handle, s->inputs, &s->results, [ctx, s, done, on_gpu = on_gpu_](const absl::Status& status) {
+    std::unique_ptr<State> owned(s);
+    ctx->SetStatus(status.ok() ? SetOutputs(ctx, s->results, on_gpu) : status);
+    done();
+  });
+}
+
+// Where the arguments are and the results are wanted, for a function that is placed anew.
+absl::Status Fallback::Place(FunctionLibraryRuntime* lib, OpKernelContext* ctx,
+                             FunctionLibraryRuntime::InstantiateOptions* options) const {
+  Device* cpu = nullptr;
+  TF_RETURN_IF_ERROR(lib->device_mgr()->LookupDevice("CPU:0", &cpu));
+  auto device_of = [&](tensorflow::DataType dtype) {
+    return tensorflow::MTypeFromDType(dtype) == tensorflow::HOST_MEMORY ? cpu->name() : lib->device()->name();
+  };
+  options->target = lib->device()->name();
+  options->is_multi_device_function = true;
+  for (int i = 0; i < ctx->num_inputs(); ++i) options->input_devices.push_back(device_of(ctx->input_dtype(i)));
+  for (int i = 0; i < ctx->num_outputs(); ++i) {
+    options->output_devices.push_back(device_of(ctx->expected_output_dtype(i)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Fallback::Instantiate(FunctionLibraryRuntime* lib, OpKernelContext* ctx,
+                                   FunctionLibraryRuntime::Handle* handle) {
+  std::lock_guard<std::mutex> lock(mu_);
+  auto found = handles_.find(lib);
+  if (found != handles_.end()) {
+    *handle = found->second;
+    return absl::OkStatus();
+  }
+  tensorflow::AttrSlice attrs(&function_.attr());
+  FunctionLibraryRuntime::InstantiateOptions options;
+  if (on_gpu_ && lib->device()) TF_RETURN_IF_ERROR(Place(lib, ctx, &options));
+  TF_RETURN_IF_ERROR(lib->Instantiate(function_.name(), attrs, options, handle));
+  handles_.emplace(lib, *handle);
+  return absl::OkStatus();
+}
+
+}  // namespace tf_stitch

@@ -1,0 +1,348 @@
+#include "runtime_cuda.h"
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <utility>
+
+namespace tf_stitch {
+namespace {
+
+constexpr size_t kMinLaunches = 3;  // fewer are launched as fast one by one
+constexpr size_t kInstancesPerPlan = 8;
+constexpr size_t kSeen = 16;                 // sets of addresses remembered for when they come again
+constexpr int kMissesBeforeUpdates = 4;      // addresses that never come again get graphs too
+constexpr int64_t kMaxGraphNodes = 1 << 16;  // of all graphs in the process: a node takes about a kilobyte
+
+std::atomic<int64_t> g_graph_nodes{0};
+
+std::string Failed(const cuda::Driver& driver, cuda::Result result, const std::string& doing) {
+  return cuda::Describe(driver, result) + " while " + doing;
+}
+
+size_t HashOf(const std::vector<void*>& addresses) {
+  uint64_t h = 1469598103934665603ull;
+  for (void* a : addresses) {
+    h = (h ^ reinterpret_cast<uint64_t>(a)) * 0x9E3779B97F4A7C15ull;
+    h ^= h >> 29;
+  }
+  return h;
+}
+
+}  // namespace
+
+CudaPlan::CudaPlan(const Program& program, const Plan& plan, std::shared_ptr<CudaCode> code, bool tf32)
+    : program_(program), plan_(plan), code_(std::move(code)) {
+  for (size_t i = 0; i < program.steps.size() && error_.empty(); ++i) {
+    if (program.steps[i].kind == Step::Kind::kAlias || !plan.steps[i].blocks) continue;
+    error_ = program.steps[i].kind == Step::Kind::kLibrary ? AddLibraryStep(i, tf32) : AddKernel(i);
+    if (!error_.empty()) error_ += " (" + Where(launches_.back()) + ")";
+  }
+  graphs_ = graphs_ && launches_.size() >= kMinLaunches;
+}
+
+CudaPlan::~CudaPlan() {
+  if (!graph_) return;
+  const cuda::Driver& driver = code_->driver();
+  cuda::ScopedContext scope(driver, code_->context());
+  g_graph_nodes -= static_cast<int64_t>(instances_.size() * nodes_.size());
+  if (!scope.ok()) return;
+  for (Instance& i : instances_) driver.GraphExecDestroy(i.exec);  // one that still runs is freed when it ends
+  driver.GraphDestroy(graph_);
+}
+
+// --- made once ---------------------------------------------------------------------------------------
+
+std::string CudaPlan::AddKernel(size_t step) {
+  const Step& s = program_.steps[step];
+  const StepPlan& p = plan_.steps[step];
+  launches_.push_back({step, code_->kernel(step), nullptr, words_.size()});
+  // The struct name_problem of ts_cuda.h: addresses, dims, blocks.
+  words_.resize(words_.size() + s.buffers.size());
+  for (int64_t d : p.dims) words_.push_back(static_cast<uint64_t>(d));
+  words_.push_back(static_cast<uint64_t>(p.blocks));
+  if (p.blocks > INT_MAX) return "a launch of " + std::to_string(p.blocks) + " blocks is too large";
+  if (p.shared_bytes > code_->max_shared_bytes(step)) {
+    return "a block needs " + std::to_string(p.shared_bytes) + " bytes of shared memory and may have " +
+           std::to_string(code_->max_shared_bytes(step));
+  }
+  return "";
+}
+
+std::string CudaPlan::AddLibraryStep(size_t step, bool tf32) {
+  const Step& s = program_.steps[step];
+  const MatmulFlags& f = s.matmul;
+  const std::vector<int64_t>& d = plan_.steps[step].dims;
+  launches_.push_back({step, nullptr, nullptr, words_.size()});
+  if (d[3] == 0) {  // nothing to sum over
+    graphs_ = false;
+    return f.bias ? "a matrix product over nothing with a bias" : "";
+  }
+  cuda::MatmulShape shape{program_.buffers[s.buffers[0]].dtype,
+                          d[0],
+                          d[1],
+                          d[2],
+                          d[3],
+                          f.trans_lhs,
+                          f.trans_rhs,
+                          f.broadcast_lhs,
+                          f.broadcast_rhs,
+                          f.bias,
+                          f.relu,
+                          tf32};
+  std::string error;
+  launches_.back().matmul = cuda::Matmul::Get(shape, &error);
+  if (!launches_.back().matmul) return error;
+  workspace_bytes_ = std::max(workspace_bytes_, static_cast<int64_t>(launches_.back().matmul->workspace_bytes()));
+  return "";
+}
+
+std::string CudaPlan::Where(const Launch& launch) const {
+  const Step& s = program_.steps[launch.step];
+  if (s.kind == Step::Kind::kLibrary) return "the matrix product of '" + s.origin + "'";
+  return "kernel '" + s.kernel + "' of '" + s.origin + "'";
+}
+
+bool CudaPlan::Misaligned(void* const* memory) const {
+  for (const Launch& l : launches_) {
+    if (l.kernel) continue;
+    for (uint32_t id : program_.steps[l.step].buffers) {
+      if (reinterpret_cast<uintptr_t>(memory[id]) % cuda::kMatmulAlignment) return true;
+    }
+  }
+  return false;
+}
+
+// --- launches ----------------------------------------------------------------------------------------
+
+// All parameter blocks with these addresses.
+std::vector<uint64_t> CudaPlan::Words(void* const* memory) const {
+  std::vector<uint64_t> words = words_;
+  for (const Launch& l : launches_) {
+    if (!l.kernel) continue;
+    size_t at = l.first_word;
+    for (uint32_t id : program_.steps[l.step].buffers) words[at++] = reinterpret_cast<uint64_t>(memory[id]);
+  }
+  return words;
+}
+
+std::string CudaPlan::EnqueueLibraryStep(const Launch& launch, void* const* memory, void* workspace,
+                                         cuda::Stream stream) const {
+  const Step& s = program_.steps[launch.step];
+  void* out = memory[s.buffers.back()];
+  if (launch.matmul) {
+    const void* bias = s.matmul.bias ? memory[s.buffers[2]] : nullptr;
+    return launch.matmul->Run(memory[s.buffers[0]], memory[s.buffers[1]], bias, out, workspace, stream);
+  }
+  const std::vector<int64_t>& d = plan_.steps[launch.step].dims;
+  size_t bytes = static_cast<size_t>(d[0] * d[1] * d[2] * DTypeSize(program_.buffers[s.buffers.back()].dtype));
+  cuda::Result result = code_->driver().MemsetD8Async(out, 0, bytes, stream);
+  return result ? cuda::Describe(code_->driver(), result) : "";
+}
+
+std::string CudaPlan::LaunchAll(void* const* memory, void* workspace, cuda::Stream stream,
+                                const std::function<void(size_t, bool)>* observe) const {
+  std::vector<uint64_t> words = Words(memory);
+  for (const Launch& l : launches_) {
+    if (observe) (*observe)(l.step, true);
+    std::string error;
+    if (l.kernel) {
+      const StepPlan& p = plan_.steps[l.step];
+      void* parameters[] = {words.data() + l.first_word};
+      cuda::Result result =
+          code_->driver().LaunchKernel(l.kernel, static_cast<unsigned>(p.blocks), 1, 1, program_.steps[l.step].threads,
+                                       1, 1, static_cast<unsigned>(p.shared_bytes), stream, parameters, nullptr);
+      if (result) error = cuda::Describe(code_->driver(), result);
+    } else {
+      error = EnqueueLibraryStep(l, memory, workspace, stream);
+    }
+    if (observe) (*observe)(l.step, false);
+    if (!error.empty()) return error + " while launching " + Where(l);
+  }
+  return "";
+}
+
+std::string CudaPlan::Run(void* const* memory, void* workspace, cuda::Stream stream, bool graphs,
+                          const std::function<void(size_t, bool)>* observe, std::string* note) {
+  const cuda::Driver& driver = code_->driver();
+  cuda::ScopedContext scope(driver, code_->context());
+  int capturing = cuda::kCaptureStatusNone;
+  if (!graphs || !graphs_ || observe || driver.StreamIsCapturing(stream, &capturing) || capturing) {
+    return LaunchAll(memory, workspace, stream, observe);
+  }
+  std::vector<void*> addresses(memory, memory + program_.buffers.size());
+  addresses.push_back(workspace);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    bool usable = false;
+    std::string error = Readdress(addresses, &usable);
+    if (!error.empty()) {  // graphs are only an optimisation: without them all still works
+      graphs_ = false;
+      usable = false;
+      *note = error;
+    }
+    if (usable) {
+      cuda::Result result = driver.GraphLaunch(instances_.front().exec, stream);
+      return result ? Failed(driver, result, "launching the graph of '" + program_.name + "'") : "";
+    }
+  }
+  return LaunchAll(memory, workspace, stream, observe);
+}
+
+// --- graphs ------------------------------------------------------------------------------------------
+
+// Brings the instance with these addresses to the front of instances_; leaves `usable` false when it is better to
+// launch without a graph this time.
+std::string CudaPlan::Readdress(const std::vector<void*>& memory, bool* usable) {
+  auto found =
+      std::find_if(instances_.begin(), instances_.end(), [&](const Instance& i) { return i.memory == memory; });
+  *usable = true;
+  if (found != instances_.end()) {
+    misses_ = 0;
+    instances_.splice(instances_.begin(), instances_, found);
+    return "";
+  }
+  size_t hash = HashOf(memory);
+  bool again = std::find(seen_.begin(), seen_.end(), hash) != seen_.end();
+  if (!again && ++misses_ <= kMissesBeforeUpdates) {
+    if (seen_.size() == kSeen) seen_.erase(seen_.begin());
+    seen_.push_back(hash);
+    *usable = false;
+    return "";
+  }
+  if (!graph_) {
+    std::string error = MakeGraph(memory);
+    if (!error.empty()) return error;
+  }
+  bool full =
+      instances_.size() >= kInstancesPerPlan || g_graph_nodes + static_cast<int64_t>(nodes_.size()) > kMaxGraphNodes;
+  if (!full) return NewInstance(memory);
+  if (instances_.empty()) {
+    *usable = false;
+    return "";
+  }
+  instances_.splice(instances_.begin(), instances_, std::prev(instances_.end()));
+  return Update(&instances_.front(), memory);
+}
+
+bool CudaPlan::Overlap(uint32_t x, uint32_t y) const {
+  const Buffer &a = program_.buffers[x], &b = program_.buffers[y];
+  if (a.backing != b.backing) return false;
+  if (a.backing != Backing::kArena) return a.backing_index == b.backing_index;
+  int64_t begin_a = plan_.arena_offset[x], begin_b = plan_.arena_offset[y];
+  return x == y || (begin_a < begin_b + plan_.buffer_bytes[y] && begin_b < begin_a + plan_.buffer_bytes[x]);
+}
+
+// Whether two steps touch the same memory and one of them writes it.  A buffer is written by the first step that
+// touches it.  Matrix products that need a workspace share one.
+bool CudaPlan::MustFollow(const Step& later, const Step& earlier) const {
+  auto writes = [&](const Step& s, uint32_t id) {
+    const Buffer& b = program_.buffers[id];
+    return b.kind != BufferKind::kInput && &program_.steps[b.first_step] == &s;
+  };
+  for (uint32_t x : earlier.buffers) {
+    for (uint32_t y : later.buffers) {
+      if ((writes(earlier, x) || writes(later, y)) && Overlap(x, y)) return true;
+    }
+  }
+  return false;
+}
+
+cuda::KernelNodeParams CudaPlan::NodeParams(const Launch& launch, void** parameters) const {
+  const StepPlan& p = plan_.steps[launch.step];
+  cuda::KernelNodeParams params{};
+  params.func = launch.kernel;
+  params.grid_x = static_cast<unsigned>(p.blocks);
+  params.grid_y = params.grid_z = params.block_y = params.block_z = 1;
+  params.block_x = program_.steps[launch.step].threads;
+  params.shared_bytes = static_cast<unsigned>(p.shared_bytes);
+  params.kernel_params = parameters;
+  return params;
+}
+
+// Makes graph_, whose nodes hold these addresses.  An edge leads to a step from each earlier one that it must follow
+// and does not follow already by way of others.
+std::string CudaPlan::MakeGraph(const std::vector<void*>& memory) {
+  const cuda::Driver& driver = code_->driver();
+  cuda::Result result = driver.GraphCreate(&graph_, 0);
+  if (result) return Failed(driver, result, "making a graph");
+  graph_memory_ = memory;
+  std::vector<uint64_t> words = Words(memory.data());
+  std::vector<std::vector<bool>> before(launches_.size());  // all that each launch follows, directly or not
+  int64_t last_with_workspace = -1;
+  for (size_t i = 0; i < launches_.size(); ++i) {
+    const Launch& l = launches_[i];
+    std::vector<cuda::GraphNode> after;
+    before[i].assign(launches_.size(), false);
+    bool has_workspace = l.matmul && l.matmul->workspace_bytes();
+    for (size_t j = i; j-- > 0;) {
+      if (before[i][j]) continue;
+      bool shares = has_workspace && static_cast<int64_t>(j) == last_with_workspace;
+      if (!shares && !MustFollow(program_.steps[l.step], program_.steps[launches_[j].step])) continue;
+      after.push_back(nodes_[j]);
+      before[i][j] = true;
+      for (size_t k = 0; k < j; ++k) before[i][k] = before[i][k] || before[j][k];
+    }
+    if (has_workspace) last_with_workspace = static_cast<int64_t>(i);
+    cuda::GraphNode node = nullptr;
+    if (l.kernel) {
+      void* parameters[] = {words.data() + l.first_word};
+      cuda::KernelNodeParams params = NodeParams(l, parameters);
+      result = driver.GraphAddKernelNode(&node, graph_, after.data(), after.size(), &params);
+    } else {
+      cuda::Graph child = nullptr;
+      std::string error = code_->Capture(
+          [&](cuda::Stream s) { return EnqueueLibraryStep(l, memory.data(), memory.back(), s); }, &child);
+      if (!error.empty()) return error;
+      result = driver.GraphAddChildGraphNode(&node, graph_, after.data(), after.size(), child);
+      driver.GraphDestroy(child);  // the node has a copy
+    }
+    if (result) return Failed(driver, result, "adding a node for " + Where(l));
+    nodes_.push_back(node);
+  }
+  return "";
+}
+
+// An instance of graph_ for these addresses, at the front.
+std::string CudaPlan::NewInstance(const std::vector<void*>& memory) {
+  const cuda::Driver& driver = code_->driver();
+  cuda::GraphExec exec = nullptr;
+  cuda::Result result = driver.GraphInstantiate(&exec, graph_, 0);
+  if (result) return Failed(driver, result, "instantiating a graph");
+  g_graph_nodes += static_cast<int64_t>(nodes_.size());
+  instances_.push_front({graph_memory_, exec});
+  return Update(&instances_.front(), memory);
+}
+
+// Gives the nodes of an instance other addresses.  Launches that were enqueued before keep theirs.
+std::string CudaPlan::Update(Instance* instance, const std::vector<void*>& memory) {
+  const cuda::Driver& driver = code_->driver();
+  std::vector<uint64_t> words = Words(memory.data());
+  bool workspace_moved = instance->memory.back() != memory.back();
+  for (size_t i = 0; i < launches_.size(); ++i) {
+    const Launch& l = launches_[i];
+    const std::vector<uint32_t>& buffers = program_.steps[l.step].buffers;
+    bool moved =
+        std::any_of(buffers.begin(), buffers.end(), [&](uint32_t id) { return instance->memory[id] != memory[id]; }) ||
+        (l.matmul && l.matmul->workspace_bytes() && workspace_moved);
+    if (!moved) continue;
+    cuda::Result result;
+    if (l.kernel) {
+      void* parameters[] = {words.data() + l.first_word};
+      cuda::KernelNodeParams params = NodeParams(l, parameters);
+      result = driver.GraphExecKernelNodeSetParams(instance->exec, nodes_[i], &params);
+    } else {
+      cuda::Graph child = nullptr;
+      std::string error = code_->Capture(
+          [&](cuda::Stream s) { return EnqueueLibraryStep(l, memory.data(), memory.back(), s); }, &child);
+      if (!error.empty()) return error;
+      result = driver.GraphExecChildGraphNodeSetParams(instance->exec, nodes_[i], child);
+      driver.GraphDestroy(child);
+    }
+    if (result) return Failed(driver, result, "updating the node of " + Where(l));
+  }
+  instance->memory = memory;
+  return "";
+}
+
+}  // namespace tf_stitch

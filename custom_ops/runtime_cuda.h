@@ -1,0 +1,127 @@
+// Runs programs on a GPU: loads the machine code that fits the device, launches its kernels, replays them as graphs.
+//
+// Plain C++ over the CUDA driver API (cuda_driver.h).
+#ifndef TF_STITCH_CUSTOM_OPS_RUNTIME_CUDA_H_
+#define TF_STITCH_CUSTOM_OPS_RUNTIME_CUDA_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cublas_lt.h"
+#include "cuda_driver.h"
+#include "plan.h"
+#include "program.h"
+
+namespace tf_stitch {
+
+// A program's kernels, loaded into one context.  Equal code is loaded once per context, and dropped with its last user
+// once the device has finished.
+class CudaCode {
+ public:
+  // Returns null and sets `error` when no code fits the device or it cannot be loaded.
+  static std::shared_ptr<CudaCode> Load(const Program& program, cuda::Context context, std::string* error);
+  ~CudaCode();
+
+  const cuda::Driver& driver() const { return driver_; }
+  cuda::Context context() const { return context_; }
+  cuda::Function kernel(size_t step) const { return kernels_[step].function; }
+  int64_t max_shared_bytes(size_t step) const { return kernels_[step].max_shared_bytes; }
+
+  // Records what `enqueue(stream)` enqueues as a graph, which the caller destroys.  "" or the error.
+  std::string Capture(const std::function<std::string(cuda::Stream)>& enqueue, cuda::Graph* graph);
+
+ private:
+  struct Kernel {
+    cuda::Function function = nullptr;
+    int max_shared_bytes = 0;
+  };
+
+  CudaCode(const cuda::Driver& driver, cuda::Context context) : driver_(driver), context_(context) {}
+
+  const cuda::Driver& driver_;
+  cuda::Context context_;
+  std::shared_ptr<void> module_;
+  std::vector<Kernel> kernels_;  // by step; null for steps that are not kernels
+  std::mutex mu_;
+  cuda::Stream capturing_ = nullptr;  // made on first use
+};
+
+// What a run of a program's plan needs on a GPU: launches made ready, matrix products with their algorithms, graphs.
+//
+// A graph is kept with the addresses that its nodes hold.  TensorFlow's allocator gives a repeated step the same
+// addresses, so most runs find a graph that is ready.  Addresses that come for the first time are launched without a
+// graph; when they come again a graph is made, or, once there are many, the least recently used graph gets them.  The
+// order of a graph's nodes follows from the buffers that the steps read and write.
+class CudaPlan : public PlanExtra {
+ public:
+  // Never fails: error() says why the plan cannot run here.  The context must be current.
+  CudaPlan(const Program& program, const Plan& plan, std::shared_ptr<CudaCode> code, bool tf32);
+  ~CudaPlan() override;
+
+  const std::string& error() const { return error_; }
+  int64_t workspace_bytes() const { return workspace_bytes_; }
+
+  // Runs all steps on `stream`.  `memory` has the device address of every buffer; `workspace` has workspace_bytes().
+  // `observe` (may be null) is called around each launch outside of graphs.  "" or what failed: the CUDA error, the
+  // kernel and the node that it comes from.  `note` gets a reason when this run gave up graphs for good.
+  std::string Run(void* const* memory, void* workspace, cuda::Stream stream, bool graphs,
+                  const std::function<void(size_t step, bool starts)>* observe, std::string* note);
+
+  // True when a library step would get an operand at an address that it cannot take.
+  bool Misaligned(void* const* memory) const;
+
+ private:
+  struct Launch {
+    size_t step;
+    cuda::Function kernel;                       // null: a library step
+    std::shared_ptr<const cuda::Matmul> matmul;  // null: the result is zero (nothing to sum over)
+    size_t first_word;                           // of the kernel's parameter block in words_
+  };
+  struct Instance {
+    std::vector<void*> memory;  // what its nodes hold; the workspace is last
+    cuda::GraphExec exec;
+  };
+
+  std::string AddLibraryStep(size_t step, bool tf32);
+  std::string AddKernel(size_t step);
+  bool MustFollow(const Step& later, const Step& earlier) const;
+  bool Overlap(uint32_t x, uint32_t y) const;
+  std::vector<uint64_t> Words(void* const* memory) const;
+  cuda::KernelNodeParams NodeParams(const Launch& launch, void** parameters) const;
+  std::string EnqueueLibraryStep(const Launch& launch, void* const* memory, void* workspace, cuda::Stream stream) const;
+  std::string LaunchAll(void* const* memory, void* workspace, cuda::Stream stream,
+                        const std::function<void(size_t, bool)>* observe) const;
+
+  std::string MakeGraph(const std::vector<void*>& memory);
+  std::string NewInstance(const std::vector<void*>& memory);
+  std::string Update(Instance* instance, const std::vector<void*>& memory);
+  std::string Readdress(const std::vector<void*>& memory, bool* usable);
+  std::string Where(const Launch& launch) const;
+
+  const Program& program_;
+  const Plan& plan_;
+  const std::shared_ptr<CudaCode> code_;
+  std::string error_;
+  std::vector<Launch> launches_;  // of steps that have work
+  std::vector<uint64_t> words_;   // parameter blocks of all kernels; addresses are filled in by each run
+  int64_t workspace_bytes_ = 0;
+  std::atomic<bool> graphs_{true};
+
+  std::mutex mu_;  // of what follows
+  cuda::Graph graph_ = nullptr;
+  std::vector<void*> graph_memory_;     // what its nodes hold
+  std::vector<cuda::GraphNode> nodes_;  // by launch
+  std::list<Instance> instances_;       // most recent first
+  std::vector<size_t> seen_;            // hashes of addresses that were launched without a graph, oldest first
+  int misses_ = 0;                      // runs in a row that found no graph
+};
+
+}  // namespace tf_stitch
+
+#endif  // TF_STITCH_CUSTOM_OPS_RUNTIME_CUDA_H_

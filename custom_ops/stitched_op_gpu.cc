@@ -1,0 +1,192 @@
+// The GPU kernel of the StitchedProgram op: TensorFlow's stream and allocator, the CUDA driver for the rest.
+//
+// Inputs that a program reads as "value" symbols must lie in host memory: the node's attr `_input_hostmem` (a list of
+// input positions, which TensorFlow honours for every op) names them, and the rewriter sets it.  Where kernels read
+// such an input too, it is copied to the device.  Outputs always lie in device memory, unless they are such an input
+// under another shape.
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "op_base.h"
+#include "runtime_cuda.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/platform/tensor_float_32_utils.h"
+#include "tensorflow/core/profiler/lib/traceme.h"
+#include "xla/stream_executor/stream.h"
+
+namespace tf_stitch {
+namespace {
+
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+bool GraphsEnabled() {
+  static const bool enabled = [] {
+    const char* value = getenv("TF_STITCH_CUDA_GRAPHS");
+    return !value || !*value || strcmp(value, "0") != 0;
+  }();
+  return enabled;
+}
+
+cuda::Stream StreamOf(stream_executor::Stream* stream) {
+  return static_cast<cuda::Stream>(stream->platform_specific_handle().stream);
+}
+
+class StitchedProgramGpuOp : public StitchedOp {
+ public:
+  explicit StitchedProgramGpuOp(OpKernelConstruction* ctx) : StitchedOp(ctx, /*on_gpu=*/true) {
+    Prepare(ctx, [this, ctx] { return Load(ctx); });
+  }
+
+ private:
+  std::string Load(OpKernelConstruction* ctx) {
+    std::string error = CheckMemory();
+    if (!error.empty()) return error;
+    const cuda::Driver* driver = cuda::LoadDriver(&error);
+    if (!driver) return error;
+    const auto* info = ctx->device()->tensorflow_accelerator_device_info();
+    if (!info || !info->stream) return "the device has no CUDA stream";
+    cuda::Context context;
+    cuda::Result result = driver->StreamGetCtx(StreamOf(info->stream), &context);
+    if (result) return cuda::Describe(*driver, result) + " while asking for the stream's context";
+    code_ = CudaCode::Load(program(), context, &error);
+    for (const Step& s : program().steps) {
+      has_float_products_ |= s.kind == Step::Kind::kLibrary && program().buffers[s.buffers[0]].dtype == 1;
+    }
+    return code_ ? "" : error;
+  }
+
+  bool OnHost(const Buffer& input) const { return input_memory_types()[input.index] == tensorflow::HOST_MEMORY; }
+
+  // Finds the inputs to copy; says what lies in the wrong memory.
+  std::string CheckMemory() {
+    for (const Symbol& s : program().symbols) {
+      if (s.kind == SymbolKind::kValue && !OnHost(program().buffers[program().inputs[s.param]])) {
+        return "size '" + s.name + "' is read from input " + std::to_string(s.param) +
+               ", which is not in host memory; the attr _input_hostmem must name it";
+      }
+    }
+    for (uint32_t id : program().inputs) {
+      const Buffer& b = program().buffers[id];
+      if (OnHost(b) && (b.first_step >= 0 || AliasedOnDevice(b.index))) copied_.push_back(b.index);
+    }
+    for (uint32_t id : program().outputs) {
+      const Buffer& b = program().buffers[id];
+      if (output_memory_types()[b.index] != tensorflow::HOST_MEMORY) continue;
+      if (b.backing == Backing::kInput && OnHost(program().buffers[program().inputs[b.backing_index]])) continue;
+      return "output " + std::to_string(b.index) + " is wanted in host memory";
+    }
+    return "";
+  }
+
+  bool AliasedOnDevice(uint32_t input) const {
+    for (uint32_t id : program().outputs) {
+      const Buffer& b = program().buffers[id];
+      if (b.backing == Backing::kInput && b.backing_index == input &&
+          output_memory_types()[b.index] == tensorflow::DEVICE_MEMORY) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  bool RunStitched(OpKernelContext* ctx) override {
+    bool tf32 = has_float_products_ && tensorflow::tensor_float_32_execution_enabled();
+    std::shared_ptr<const Plan> plan = PlanFor(ctx, &plans_[tf32]);
+    if (!plan) return false;
+    tsl::profiler::TraceMe trace([this] { return "tf_stitch:" + program().name; });
+    std::call_once(plan->extra_once, [&] {
+      cuda::ScopedContext scope(code_->driver(), code_->context());
+      plan->extra = std::make_unique<CudaPlan>(program(), *plan, code_, tf32);
+    });
+    auto* ready = static_cast<CudaPlan*>(plan->extra.get());
+    if (!ready->error().empty()) return Refuse(ready->error());
+
+    cuda::Stream stream = StreamOf(ctx->op_device_context()->stream());
+    Memory memory;
+    std::vector<Tensor> copies(copied_.size());
+    std::string error;
+    if (!CopyInputs(ctx, stream, &memory, &copies, &error)) return Finish(ctx, error);
+    if (!Allocate(ctx, *plan, plan->arena_bytes + ready->workspace_bytes(), &memory)) return false;
+    if (ready->Misaligned(memory.addresses.data())) {
+      return Refuse("an operand of a matrix product is not at a multiple of 16 bytes");
+    }
+    void* workspace = ready->workspace_bytes() ? static_cast<char*>(memory.arena.data()) + plan->arena_bytes : nullptr;
+    std::string note;
+    error = Launch(ready, memory.addresses.data(), workspace, stream, &note);
+    if (!note.empty()) {
+      WarnOnce("tf_stitch: node '" + name() + "' runs without CUDA graphs: " + note + ".");
+    }
+    if (error.empty()) SetOutputs(ctx, &memory);
+    return Finish(ctx, error);
+  }
+
+  std::string Launch(CudaPlan* ready, void* const* addresses, void* workspace, cuda::Stream stream,
+                     std::string* note) const {
+    if (!tsl::profiler::TraceMe::Active() || GraphsEnabled()) {
+      return ready->Run(addresses, workspace, stream, GraphsEnabled(), nullptr, note);
+    }
+    int64_t activity = 0;
+    std::function<void(size_t, bool)> observe = [&](size_t step, bool starts) {  // one profiler event per launch
+      if (starts) {
+        activity = tsl::profiler::TraceMe::ActivityStart([&] { return "tf_stitch_kernel:" + Label(step); });
+      } else {
+        tsl::profiler::TraceMe::ActivityEnd(activity);
+      }
+    };
+    return ready->Run(addresses, workspace, stream, false, &observe, note);
+  }
+
+  // The fallback runs; why is said once.
+  bool Refuse(const std::string& why) const {
+    WarnOnce("tf_stitch: a run of node '" + name() + "' cannot use its program: " + why +
+             "; its TensorFlow operations run instead.");
+    return false;
+  }
+
+  // Sets the error, if there is one.
+  bool Finish(OpKernelContext* ctx, const std::string& error) const {
+    if (!error.empty()) ctx->SetStatus(absl::InternalError("StitchedProgram '" + name() + "': " + error + "."));
+    return true;
+  }
+
+  // Fills memory->inputs, with copies of inputs that lie in host memory and are used on the device.
+  bool CopyInputs(OpKernelContext* ctx, cuda::Stream stream, Memory* memory, std::vector<Tensor>* copies,
+                  std::string* error) const {
+    if (copied_.empty()) return true;
+    for (int i = 0; i < ctx->num_inputs(); ++i) memory->inputs.push_back(&ctx->input(i));
+    cuda::ScopedContext scope(code_->driver(), code_->context());
+    for (size_t i = 0; i < copied_.size(); ++i) {
+      const Tensor& from = ctx->input(static_cast<int>(copied_[i]));
+      Tensor& to = (*copies)[i];
+      absl::Status status = ctx->allocate_temp(from.dtype(), from.shape(), &to);
+      if (!status.ok()) return *error = std::string(status.message()), false;
+      // From pageable memory, so that the driver has taken the bytes when the call returns.
+      const char* data = static_cast<const char*>(from.data());
+      std::vector<char> bytes(data, data + from.TotalBytes());
+      cuda::Result result = code_->driver().MemcpyHtoDAsync(to.data(), bytes.data(), bytes.size(), stream);
+      if (result && !bytes.empty()) {
+        *error = cuda::Describe(code_->driver(), result) + " while copying input " + std::to_string(copied_[i]);
+        return false;
+      }
+      memory->inputs[copied_[i]] = &to;
+    }
+    return true;
+  }
+
+  std::shared_ptr<CudaCode> code_;
+  std::vector<uint32_t> copied_;     // inputs in host memory that are used on the device too
+  bool has_float_products_ = false;  // then TF32 makes other products, and other plans
+  PlanCache plans_[2];               // without and with TF32
+};
+
+REGISTER_KERNEL_BUILDER(Name("StitchedProgram").Device(tensorflow::DEVICE_GPU), StitchedProgramGpuOp);
+
+}  // namespace
+}  // namespace tf_stitch
