@@ -114,6 +114,25 @@ def test_nested_lowered_loops():
     assert all(s is not None for (name, p), s in every_shape(view).items() if view[name].op in ("Merge", "Switch", "Exit"))
 
 
+def test_gradient_of_a_lowered_loop_has_shapes():
+    """The forward loop hands its results to the gradient in tensor lists that do not say what they hold."""
+    def loss(x, w):
+        h = tf.while_loop(lambda i, _: i < 4, lambda i, h: (i + 1, tf.tanh(h @ w) + h * x), [0, x])[1]
+        return tf.gradients(tf.reduce_sum(h), [x, w])
+
+    fn = concrete(loss, tf.TensorSpec([None, 3]), tf.TensorSpec([3, 3]))
+    graph_def = convert_variables_to_constants_v2(fn, lower_control_flow=True).graph.as_graph_def()
+    view = GraphView(graph_def)
+    assert any(n.op == "TensorListPopBack" for n in view)
+    floats = [(n.name, p) for n in view for p in range(view.num_outputs(n.name))
+              if view.dtype((n.name, p)) == "float32" and n.op != "Placeholder"]
+    assert all(view.shape(ref) is not None for ref in floats)
+    sums = [n for n in view if n.op == "Sum" and view[n.inputs[1][0]].op == "BroadcastGradientArgs"]
+    assert sums and all(lower.why_not(view, n) is None for n in sums)
+    tanh_grad = next(n for n in view if n.op == "TanhGrad")
+    assert view.shape((tanh_grad.name, 0)) == (None, 3)
+
+
 def test_calls_and_branches_have_shapes():
     inner = tf.function(lambda x: (tf.nn.relu(x), tf.reduce_sum(x, 1)))
 

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2, tensor_pb2
 
+from .tensor_lists import elements
 from .view import ARG_OPS, LOOP_BACK, PASS_THROUGH, FuncRef, GraphView, NodeView, Ref, StaticShape, op_def, shape_tuple
 
 SMALL = 1024  # elements: a constant up to this size is kept as a value
@@ -41,6 +42,7 @@ class Inferred:
     shapes: Shapes = field(default_factory=dict)
     proven: Shapes = field(default_factory=dict)
     assumed: dict[Ref, np.ndarray] = field(default_factory=dict)
+    elements: dict[Ref, tuple[Ref, ...]] = field(default_factory=dict)  # read from a list -> put into it
     _constants: dict[Ref, np.ndarray | None] = field(default_factory=dict)
 
     def constant(self, ref: Ref) -> np.ndarray | None:
@@ -94,7 +96,7 @@ def is_splat(proto: tensor_pb2.TensorProto) -> bool:
 
 def infer(view: GraphView) -> Inferred:
     """Shapes of every value of the view."""
-    result = Inferred(view)
+    result = Inferred(view, elements=elements(view))
     result.proven = _settle(view, assume=False, constants={})
     result.shapes = result.proven
     if view.arg_shapes or view.handle_shapes:
@@ -117,14 +119,16 @@ def _settle(view: GraphView, assume: bool, constants: Mapping[Ref, np.ndarray]) 
     declared = _from_attrs(view, assume)
     tensors: dict[Ref, tf.Tensor] = {}
     fixed: Shapes = {}
+    base: Shapes = {}
+    cells = _cells(view)
     for n in range(_MAX_PASSES + 1):
         if n == _MAX_PASSES:  # no end in sight: loops stay unknown
-            fixed = {ref: s for ref, s in fixed.items() if view.nodes[ref[0]].op != "Merge"}
+            fixed = {ref: s for ref, s in fixed.items() if ref not in {c.ref for c in cells}}
         tensors = _import(view, declared, fixed, constants) or {}
         shapes = {**declared, **{ref: merge(_shape_of(t), declared.get(ref)) for ref, t in tensors.items()}}
         if n == _MAX_PASSES or not tensors:
             return shapes
-        if not _update_loops(view, shapes, fixed) | _update_calls(view, shapes, fixed, assume):
+        if not _update_cells(cells, shapes, fixed, base) | _update_calls(view, shapes, fixed, assume):
             return shapes
     raise AssertionError("the loop returns in its last pass")
 
@@ -234,10 +238,10 @@ def _copy(view: GraphView, declared: Shapes, fixed: Shapes,
         stand_in = _stands_in(view, n)
         for port in range(view.num_outputs(n.name)):
             ref = (n.name, port)
-            if ref in constants or stand_in:
+            if ref in constants or stand_in or ref in fixed:
                 places[ref] = (f"n{i}_{port}", 0)
                 copy.node.append(_constant_node(places[ref][0], constants[ref]) if ref in constants else
-                                 _placeholder(view, ref, places[ref][0], merge(fixed.get(ref), declared.get(ref))))
+                                 _placeholder(view, ref, places[ref][0], _stand_in_shape(view, ref, fixed, declared)))
             else:
                 places[ref] = (f"n{i}", port)
         if not stand_in:
@@ -245,6 +249,12 @@ def _copy(view: GraphView, declared: Shapes, fixed: Shapes,
             proto.input.extend(f"{places[ref][0]}:{places[ref][1]}" for ref in n.inputs)
             copy.node.append(proto)
     return copy, places
+
+
+def _stand_in_shape(view: GraphView, ref: Ref, fixed: Shapes, declared: Shapes) -> StaticShape:
+    if is_loop_merge(view, view.nodes[ref[0]]) and ref[1] == 1:
+        return ()  # which input came
+    return merge(fixed.get(ref), declared.get(ref))
 
 
 def _stands_in(view: GraphView, n: NodeView) -> bool:
@@ -297,22 +307,42 @@ def _node_copy(n: NodeView, name: str) -> node_def_pb2.NodeDef:
 
 # --- loops and calls ---------------------------------------------------------------------------------
 
-def _update_loops(view: GraphView, shapes: Shapes, fixed: Shapes) -> bool:
+@dataclass(frozen=True)
+class _Cell:
+    """A value that is one of ``sources`` at run time; ``start`` are those that its first guess comes from."""
+
+    ref: Ref
+    start: tuple[Ref, ...]
+    sources: tuple[Ref, ...]
+
+
+def _cells(view: GraphView) -> list[_Cell]:
+    """Loop variables, and elements read from tensor lists."""
+    loops = [_Cell((n.name, 0), tuple(r for r in n.inputs if not _is_back(view, r)), n.inputs)
+             for n in view if is_loop_merge(view, n)]
+    lists = [_Cell(ref, pushed, pushed) for ref, pushed in elements(view).items()]
+    return loops + lists
+
+
+def _update_cells(cells: Iterable[_Cell], shapes: Shapes, fixed: Shapes, base: Shapes) -> bool:
     """A loop variable has at first its initial shape; what an iteration contradicts is forgotten.
 
-    Nothing is forgotten while initial shapes are still being found: an inner loop's may need an outer loop's.
+    ``base`` keeps what TensorFlow knows of a value in any case.
+
+    Nothing is forgotten while first guesses are still being made: an inner loop's may need an outer loop's.
     """
-    heads = [n for n in view if is_loop_merge(view, n)]
-    started = {}
-    for n in heads:
-        entry = [shapes.get(r) for r in n.inputs if not _is_back(view, r)]
-        if (n.name, 0) not in fixed and entry and relax(*entry) is not None:
-            started[n.name, 0] = relax(*entry)
-    kept = {(n.name, 0): relax(fixed[n.name, 0], *(shapes.get(r) for r in n.inputs))
-            for n in heads if (n.name, 0) in fixed}
+    started: Shapes = {}
+    kept: Shapes = {}
+    for c in cells:
+        if c.ref in fixed:
+            kept[c.ref] = merge(relax(fixed[c.ref], *(shapes.get(r) for r in c.sources)), base[c.ref])
+            continue
+        first = [s for s in (shapes.get(r) for r in c.start) if s is not None]
+        guess = merge(shapes.get(c.ref), relax(*first)) if first else None
+        if guess is not None and guess != shapes.get(c.ref):
+            started[c.ref], base[c.ref] = guess, shapes.get(c.ref)
     new = started or {ref: shape for ref, shape in kept.items() if fixed[ref] != shape}
     fixed.update(new)
-    fixed.update({(name, 1): () for name, _ in new})
     return bool(new)
 
 

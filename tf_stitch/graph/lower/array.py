@@ -174,7 +174,8 @@ def split_v(c: Context, x: Node, parts: np.ndarray, axis: np.ndarray) -> list[No
         rest.insert(free[0], x.shape[a] - total)
     else:
         c.b.same_dim(x.shape[a], total, f"{c.node.name}: the parts make the whole")
-    out, start = [], 0
+    out: list[Node] = []
+    start: Dim = 0
     for d in rest:
         out.append(cut(c, x, a, start, d))
         start = start + d
@@ -370,7 +371,7 @@ def reverse_sequence(c: Context, x: Node, lengths: Node) -> Node:
 def one_hot(c: Context, indices: Node, depth: np.ndarray, on: Node, off: Node) -> Node:
     axis = int(c.attr("axis", -1))
     axis = indices.rank if axis == -1 else axis
-    count = sizes_of(c, depth, (c.static_shape()[axis],))[0]
+    count = sizes_of(c, depth, (c.static_shape() or ())[axis:axis + 1])[0]
     if DTYPES[indices.dtype].size < 4:
         indices = c.b.cast(indices, "int32")
     steps = c.b.iota((count,), 0, indices.dtype)
@@ -489,7 +490,7 @@ def space_to_batch(c: Context, x: Node, block: np.ndarray, paddings: np.ndarray)
 def batch_to_space(c: Context, x: Node, block: np.ndarray, crops: np.ndarray) -> Node:
     blocks = [int(k) for k in block.reshape(-1)]
     m, flat = len(blocks), sizes_of(c, crops)
-    n = _part(c, x.shape[0], int(D.product(blocks)))
+    n = _part(c, x.shape[0], D.static(D.product(blocks)))
     space, rest = list(x.shape[1:1 + m]), list(x.shape[1 + m:])
     perm = [m, *(v for i in range(m) for v in (m + 1 + i, i)), *range(1 + 2 * m, 1 + 2 * m + len(rest))]
     x = c.b.transpose(c.b.reshape(x, [*blocks, n, *space, *rest]), perm)
@@ -548,20 +549,20 @@ def _static_matrix(view: GraphView, node: NodeView) -> str | None:
 def matrix_diag_part(c: Context, x: Node, *rest: Node) -> Node:
     lead, (rows, columns) = list(x.shape[:-2]), x.shape[-2:]
     flat = c.b.reshape(x, [*lead, rows * columns])
-    zeros = [0] * len(lead)
-    return c.b.slice(flat, [*zeros, 0], [*lead, min(rows, columns)], [*([1] * len(lead)), columns + 1])
+    zeros, length = [0] * len(lead), min(D.static(rows), D.static(columns))
+    return c.b.slice(flat, [*zeros, 0], [*lead, length], [*([1] * len(lead)), D.static(columns) + 1])
 
 
 @lower("MatrixSetDiag", "MatrixSetDiagV2", "MatrixSetDiagV3", check=_static_matrix)
 def matrix_set_diag(c: Context, x: Node, diagonal: Node, *rest: Node) -> Node:
-    rows, columns = x.shape[-2:]
+    rows, columns = map(D.static, x.shape[-2:])
     row, column = _row_and_column(c, rows, columns)
     along = c.expand(diagonal, [diagonal.rank if rows <= columns else diagonal.rank - 1])
     return c.b.select(c.b.ew("eq", row, column), along, x)
 
 
 def _static_input(view: GraphView, node: NodeView) -> str | None:
-    return "the dims are not static" if None in view.shape(node.inputs[0]) else None
+    return "the dims are not static" if None in (view.shape(node.inputs[0]) or (None,)) else None
 
 
 @lower("Diag", check=_static_input)
@@ -575,7 +576,7 @@ def diag(c: Context, x: Node) -> Node:
 @lower("DiagPart", check=_static_input)
 def diag_part(c: Context, x: Node) -> Node:
     half = x.shape[:x.rank // 2]
-    n = int(D.product(half))
+    n = D.static(D.product(half))
     return c.b.reshape(c.b.slice(c.b.reshape(x, [n * n]), [0], [n], [n + 1]), half)
 
 

@@ -112,6 +112,18 @@ def partial_value(known: Inferred, ref: Ref) -> tuple[int | None, ...] | None:
     return None if found is None else tuple(v if D.is_static(v) else None for v in found.reshape(-1))
 
 
+def _common(ref: Ref, values: list[np.ndarray | None]) -> np.ndarray | None:
+    """What a list's elements have in common; where they differ, a symbol."""
+    first = values[0]
+    if first is None or any(v is None or v.shape != first.shape for v in values):
+        return None
+    out = [D.symbol(f"{ref[0]}[{i}]", None) if len(set(map(str, each))) > 1 else each[0]
+           for i, each in enumerate(zip(*(v.reshape(-1) for v in values if v is not None)))]
+    common = np.empty(len(out), object)
+    common[:] = out
+    return common.reshape(first.shape)
+
+
 def _partial(known: Inferred, ref: Ref, done: dict[Ref, np.ndarray | None]) -> np.ndarray | None:
     if ref in done:
         return done[ref]
@@ -121,6 +133,9 @@ def _partial(known: Inferred, ref: Ref, done: dict[Ref, np.ndarray | None]) -> n
         done[ref] = constant.astype(object) if usable else None
         return done[ref]
     done[ref] = None
+    if ref in known.elements:
+        done[ref] = _common(ref, [_partial(known, r, done) for r in known.elements[ref]])
+        return done[ref]
     rule = _integral_rule(known, ref)
     if rule is not None:
         try:

@@ -63,7 +63,9 @@ def _unary_reason(view: GraphView, node: NodeView) -> str | None:
 @lower("_UnaryOpsComposition", kinds=FLOAT, check=_unary_reason)
 def unary_ops_composition(c: Context, x: Node) -> Node:
     for op in c.attr("op_names") or []:
-        x = REGISTRY[op].fn(c, x)
+        fn = REGISTRY[op].fn
+        assert fn is not None  # no unary op is only symbolic
+        x = fn(c, x)
     return x
 
 

@@ -152,7 +152,7 @@ def _comparable(view: GraphView, node: NodeView) -> str | None:
     """With incompatible_shape_error off, shapes that do not broadcast give a scalar; that stays TensorFlow's."""
     if node.attr("incompatible_shape_error", True):
         return None
-    shapes = [view.shape(r) for r in node.inputs]
+    shapes = [view.shape(r) or () for r in node.inputs]
     fits = all((a is not None and a == b) or 1 in (a, b) for a, b in zip(*(s[::-1] for s in shapes), strict=False))
     return None if fits else "incompatible_shape_error is off and the shapes may be incompatible"
 

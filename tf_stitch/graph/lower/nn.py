@@ -239,12 +239,12 @@ def _padding(c: Context, x: Node, size: list[int], strides: list[int]) -> list[t
 
 def _convolve(c: Context, x: Node, w: Node, groups: int) -> Node:
     strides, dilations = _spatial(c, "strides", x.rank), _spatial(c, "dilations", x.rank)
-    size = [(int(k) - 1) * d + 1 for k, d in zip(w.shape[:-2], dilations, strict=True)]
+    size = [(D.static(k) - 1) * d + 1 for k, d in zip(w.shape[:-2], dilations, strict=True)]
     return _back(c, c.b.conv(x, w, strides, _padding(c, x, size, strides), dilations, groups))
 
 
 def _static_filter(view: GraphView, node: NodeView) -> str | None:
-    if None in view.shape(node.inputs[1]):
+    if None in (view.shape(node.inputs[1]) or (None,)):
         return "the filter's shape is not static"
     if str(node.attr("data_format", "NHWC")) not in ("NHWC", "NCHW", "NDHWC", "NCDHW"):
         return f"data format {node.attr('data_format')} is not supported"
@@ -257,12 +257,13 @@ def conv(c: Context, x: Node, w: Node) -> Node:
     channels = x.shape[-1]
     if not D.is_static(channels):
         channels = c.b.same_dim(channels, w.shape[-2], f"{c.node.name}: channels of image and filter")
-    return _convolve(c, x, w, int(channels) // int(w.shape[-2]) if w.shape[-2] else 1)
+    depth = D.static(w.shape[-2])
+    return _convolve(c, x, w, D.static(channels) // depth if depth else 1)
 
 
 @lower("DepthwiseConv2dNative", kinds=FLOAT, check=_static_filter)
 def depthwise_conv(c: Context, x: Node, w: Node) -> Node:
-    *k, channels, multiplier = (int(d) for d in w.shape)
+    *k, channels, multiplier = map(D.static, w.shape)
     return _convolve(c, _last(c, x), c.b.reshape(w, (*k, 1, channels * multiplier)), channels)
 
 

@@ -51,7 +51,9 @@ def l2_loss(c: Context, x: Node) -> Node:
 
 def _arg(kind: str):
     def fn(c: Context, x: Node, axis: np.ndarray) -> Node:
-        return c.b.arg_reduce(kind, x, c.axis(axis, x.rank), c.dtype)
+        a = c.axis(axis, x.rank)
+        c.b.require("le", 1, x.shape[a], f"{c.node.name}: TensorFlow refuses an empty axis")
+        return c.b.arg_reduce(kind, x, a, c.dtype)
 
     return fn
 

@@ -144,7 +144,8 @@ def is_literal(view: GraphView, node: NodeView) -> bool:
     size = const_size(node)
     if size <= LITERAL_ELEMENTS and size * DTYPES[node.outputs[0]].size <= LITERAL_BYTES:
         return True
-    return is_splat(node.attr_proto("value").tensor)
+    proto = node.attr_proto("value")
+    return proto is not None and is_splat(proto.tensor)
 
 
 def why_not(view: GraphView, node: NodeView | str) -> str | None:

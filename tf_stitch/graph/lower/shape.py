@@ -153,10 +153,10 @@ def _elementwise(fn: Callable[..., Any], with_context: bool) -> Callable[[SymCon
 
 _TRACKED = ("int32", "int64", "bool")  # narrower types wrap around too easily
 
-for _op, _fn in _BINARY.items():
-    symbolic(_op)(_elementwise(_fn, True))
-for _op, _fn in _PREDICATES.items():
-    symbolic(_op)(_elementwise(_fn, False))
+for _op, _rule in _BINARY.items():
+    symbolic(_op)(_elementwise(_rule, True))
+for _op, _predicate in _PREDICATES.items():
+    symbolic(_op)(_elementwise(_predicate, False))
 
 
 @symbolic("Neg")
@@ -351,10 +351,11 @@ def fill(s: SymContext) -> np.ndarray:
 def _like(number: int) -> Callable[[SymContext], np.ndarray]:
     def rule(s: SymContext) -> np.ndarray:
         dims = s.dims(0)
-        if not D.all_static(dims) or D.product(dims) > 64:
+        count = D.product(dims)
+        if not D.is_static(count) or count > 64 or not D.all_static(dims):
             raise NotSymbolic
         value: int | bool = bool(number) if s.view.dtype((s.node.name, 0)) == "bool" else number
-        return dims_array([value] * int(D.product(dims)), tuple(dims))
+        return dims_array([value] * count, tuple(dims))
 
     return rule
 
@@ -378,7 +379,7 @@ def range_(s: SymContext) -> np.ndarray:
     first, last, step = (s.value(i).reshape(-1)[0] for i in range(3))
     if not D.is_static(step) or not D.is_static(last - first):
         raise NotSymbolic
-    return dims_array([first + i * step for i in range(range_count(s, first, last, step))])
+    return dims_array([first + i * step for i in range(D.static(range_count(s, first, last, step)))])
 
 
 @symbolic("InvertPermutation")

@@ -118,7 +118,7 @@ def _span(c: Context, d: Dim, first: Dim | None, last: Dim | None, step: int) ->
 
 def _bound(c: Context, d: Dim, at: Dim) -> Dim:
     """A start or stop, counted from the front, clamped to the dim."""
-    if D.all_static((d, at)):
+    if D.is_static(d) and D.is_static(at):
         return min(max(at + d if at < 0 else at, 0), d)
     if D.is_static(at):
         return _clamp_low(c, d + at) if at < 0 else _clamp_high(c, at, d)
@@ -129,7 +129,7 @@ def _bound(c: Context, d: Dim, at: Dim) -> Dim:
 
 def _from_end(c: Context, d: Dim, at: Dim) -> Dim:
     """A start or stop of a backward slice, counted from the last element."""
-    if D.all_static((d, at)):
+    if D.is_static(d) and D.is_static(at):
         return d - 1 - min(max(at + d if at < 0 else at, -1), d - 1)
     if D.is_static(at) and at < 0:
         return _clamp_high(c, -1 - at, d)
