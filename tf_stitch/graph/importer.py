@@ -206,10 +206,9 @@ class _Importer:
         return None if results is None else results[ref[1]]
 
     def _param_symbols(self, param: Node) -> np.ndarray | None:
-        if not DTYPES[param.dtype].is_integer or not D.all_static(param.shape):
-            return None
-        count = int(D.product(param.shape))
-        if count > MAX_SYMBOLIC:
+        count = D.product(param.shape)
+        if not DTYPES[param.dtype].is_integer or not D.all_static(param.shape) or not D.is_static(count) \
+                or count > MAX_SYMBOLIC:
             return None
         flat = [self.b.value_symbol(param, k) for k in range(count)]
         return _object_array(flat, param.shape)

@@ -396,7 +396,8 @@ def input_types(node: NodeView, signature: op_def_pb2.OpDef | None) -> list[str]
 
 
 def _split_inputs(texts: Iterable[str]) -> tuple[list[str], list[str]]:
-    data, control = [], []
+    data: list[str] = []
+    control: list[str] = []
     for t in texts:
         (control if t.startswith("^") else data).append(t.removeprefix("^"))
     return data, control
