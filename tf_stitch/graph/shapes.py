@@ -19,7 +19,7 @@ from .tensor_lists import elements
 from .view import ARG_OPS, LOOP_BACK, PASS_THROUGH, FuncRef, GraphView, NodeView, Ref, StaticShape, op_def, shape_tuple
 
 SMALL = 1024  # elements: a constant up to this size is kept as a value
-_MAX_PASSES = 12
+_MAX_PASSES = 20
 _ALIASES = frozenset({"Enter", "RefEnter", "Exit", "RefExit", "NextIteration", "RefNextIteration", "LoopCond"})
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _BRANCHES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
@@ -119,7 +119,6 @@ def _settle(view: GraphView, assume: bool, constants: Mapping[Ref, np.ndarray]) 
     declared = _from_attrs(view, assume)
     tensors: dict[Ref, tf.Tensor] = {}
     fixed: Shapes = {}
-    base: Shapes = {}
     cells = _cells(view)
     for n in range(_MAX_PASSES + 1):
         if n == _MAX_PASSES:  # no end in sight: loops stay unknown
@@ -128,7 +127,7 @@ def _settle(view: GraphView, assume: bool, constants: Mapping[Ref, np.ndarray]) 
         shapes = {**declared, **{ref: merge(_shape_of(t), declared.get(ref)) for ref, t in tensors.items()}}
         if n == _MAX_PASSES or not tensors:
             return shapes
-        if not _update_cells(cells, shapes, fixed, base) | _update_calls(view, shapes, fixed, assume):
+        if not _update_cells(cells, shapes, fixed) | _update_calls(view, shapes, fixed, assume):
             return shapes
     raise AssertionError("the loop returns in its last pass")
 
@@ -171,8 +170,9 @@ def _declared(view: GraphView, node: NodeView, assume: bool) -> list[StaticShape
     first = shapes[0] if shapes else None
     if node.op in ARG_OPS:
         return [merge(_argument(view, node, view.arg_shapes) if assume else None, first)]
-    if node.op in ("Placeholder", "PlaceholderWithDefault") and node.attr_proto("shape") is not None:
-        return [merge(shape_tuple(node.attr_proto("shape").shape), first)]
+    shape = node.attr_proto("shape")
+    if node.op in ("Placeholder", "PlaceholderWithDefault") and shape is not None:
+        return [merge(shape_tuple(shape.shape), first)]
     if node.op == "ReadVariableOp" and node.inputs:
         return [merge(variable_shape(view, node.inputs[0], assume), first)]
     return shapes
@@ -295,11 +295,13 @@ def _placeholder(view: GraphView, ref: Ref, name: str, shape: StaticShape) -> no
 def _node_copy(n: NodeView, name: str) -> node_def_pb2.NodeDef:
     if n.op in _ALIASES:  # TensorFlow forgets shapes at loop borders
         out = node_def_pb2.NodeDef(name=name, op="Identity")
-        out.attr["T"].type = tf.as_dtype("bool").as_datatype_enum if n.op == "LoopCond" else n.attr_proto("T").type
+        element = n.attr_proto("T")
+        out.attr["T"].type = element.type if element is not None else tf.bool.as_datatype_enum  # LoopCond has no T
         return out
     out = node_def_pb2.NodeDef(name=name, op=n.op)
-    known = {a.name for a in op_def(n.op).attr}
-    for key, value in n.proto.attr.items():
+    definition = op_def(n.op)
+    known = {a.name for a in definition.attr} if definition is not None else set()
+    for key, value in n.proto.attr.items() if n.proto is not None else ():
         if key in known:
             out.attr[key].CopyFrom(value)
     return out
@@ -307,41 +309,52 @@ def _node_copy(n: NodeView, name: str) -> node_def_pb2.NodeDef:
 
 # --- loops and calls ---------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
+@dataclass
 class _Cell:
-    """A value that is one of ``sources`` at run time; ``start`` are those that its first guess comes from."""
+    """A value that is one of ``sources`` at run time: a loop variable, or an element read from a tensor list.
+
+    ``start`` are those that its first guess comes from; ``base`` is what TensorFlow knows of it in any case.
+    """
 
     ref: Ref
     start: tuple[Ref, ...]
     sources: tuple[Ref, ...]
+    base: StaticShape = None
+    tightened: int = 0
+
+    def first(self, shapes: Shapes) -> StaticShape:
+        known = [s for s in (shapes.get(r) for r in self.start) if s is not None]
+        return merge(shapes.get(self.ref), relax(*known)) if known else None
+
+    def common(self, shapes: Shapes, *more: StaticShape) -> StaticShape:
+        return merge(relax(*more, *(shapes.get(r) for r in self.sources)), self.base)
 
 
 def _cells(view: GraphView) -> list[_Cell]:
-    """Loop variables, and elements read from tensor lists."""
     loops = [_Cell((n.name, 0), tuple(r for r in n.inputs if not _is_back(view, r)), n.inputs)
              for n in view if is_loop_merge(view, n)]
-    lists = [_Cell(ref, pushed, pushed) for ref, pushed in elements(view).items()]
-    return loops + lists
+    return loops + [_Cell(ref, pushed, pushed) for ref, pushed in elements(view).items()]
 
 
-def _update_cells(cells: Iterable[_Cell], shapes: Shapes, fixed: Shapes, base: Shapes) -> bool:
+def _update_cells(cells: list[_Cell], shapes: Shapes, fixed: Shapes) -> bool:
     """A loop variable has at first its initial shape; what an iteration contradicts is forgotten.
 
-    ``base`` keeps what TensorFlow knows of a value in any case.
-
-    Nothing is forgotten while first guesses are still being made: an inner loop's may need an outer loop's.
+    Nothing is forgotten while first guesses are still being made: an inner loop's may need an outer loop's.  When
+    all is at rest, guesses that were made too early may become sharper (twice at most, so that this ends).
     """
-    started: Shapes = {}
-    kept: Shapes = {}
+    new: Shapes = {}
     for c in cells:
-        if c.ref in fixed:
-            kept[c.ref] = merge(relax(fixed[c.ref], *(shapes.get(r) for r in c.sources)), base[c.ref])
-            continue
-        first = [s for s in (shapes.get(r) for r in c.start) if s is not None]
-        guess = merge(shapes.get(c.ref), relax(*first)) if first else None
+        guess = c.first(shapes) if c.ref not in fixed else None
         if guess is not None and guess != shapes.get(c.ref):
-            started[c.ref], base[c.ref] = guess, shapes.get(c.ref)
-    new = started or {ref: shape for ref, shape in kept.items() if fixed[ref] != shape}
+            c.base, new[c.ref] = shapes.get(c.ref), guess
+    if not new:
+        kept = {c.ref: c.common(shapes, fixed[c.ref]) for c in cells if c.ref in fixed}
+        new = {ref: shape for ref, shape in kept.items() if shape != fixed[ref]}
+    if not new:
+        for c in cells:
+            sharper = c.common(shapes) if c.ref in fixed and c.tightened < 2 else None
+            if sharper is not None and sharper != fixed[c.ref]:
+                c.tightened, new[c.ref] = c.tightened + 1, sharper
     fixed.update(new)
     return bool(new)
 
@@ -422,11 +435,11 @@ def _assume_gradient_args(result: Inferred) -> bool:
     for n in result.view:
         if n.op != "BroadcastGradientArgs" or (n.name, 0) in result.assumed:
             continue
-        shapes = [partial_value(result, ref) for ref in n.inputs]
-        if any(s is None for s in shapes):
+        left, right = (partial_value(result, ref) for ref in n.inputs)
+        if left is None or right is None:
             continue
         dtype = tf.as_dtype(n.attr("T", "int32")).as_numpy_dtype
-        for port, axes in enumerate(gradient_axes(*shapes)):
+        for port, axes in enumerate(gradient_axes(left, right)):
             result.assumed[n.name, port] = np.array(axes, dtype)
         new = True
     return new
