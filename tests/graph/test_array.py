@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import case, run_cases
+
+from tests.graph.support import case, run_cases
 
 raw = tf.raw_ops
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 import itertools
 
 import tensorflow as tf
-from support import v1  # noqa: F401  (sets up TensorFlow's logging)
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.framework import kernels
 
+from tests.graph.support import v1  # noqa: F401  (sets up TensorFlow's logging)
 from tf_stitch.graph import lower
 from tf_stitch.graph.view import op_def
 

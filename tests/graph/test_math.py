@@ -4,8 +4,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from support import case, has_kernel, run_cases
 
+from tests.graph.support import case, has_kernel, run_cases
 from tf_stitch.graph.lower import gradients, math
 
 raw = tf.raw_ops

@@ -6,7 +6,8 @@ import itertools
 import numpy as np
 import pytest
 import tensorflow as tf
-from support import case, has_kernel, run_cases
+
+from tests.graph.support import case, has_kernel, run_cases
 
 raw = tf.raw_ops
 FLOATS = ["float32", "float64", "float16", "bfloat16"]

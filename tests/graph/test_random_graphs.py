@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import numpy as np
-import random_graphs
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import assert_close, imported, ref_of, session
 
+from tests.graph import random_graphs
+from tests.graph.support import assert_close, imported, ref_of, session
 from tf_stitch.errors import ImportFailed
 from tf_stitch.graph.view import GraphView
 from tf_stitch.ir import interp

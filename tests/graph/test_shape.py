@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import numpy as np
 import tensorflow as tf
-from support import Case, imported, run_cases, session
 
+from tests.graph.support import Case, imported, run_cases, session
 from tf_stitch.graph.view import GraphView
 from tf_stitch.ir import interp
 
