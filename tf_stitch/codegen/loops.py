@@ -15,7 +15,6 @@ from ml_dtypes import finfo
 
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
-from ..schedule import rules
 from ..schedule.kernel_schedule import Item
 from ..schedule.labels import Labels, body_operands, operand_labels
 from ..schedule.rules import VIEWS, Index
@@ -194,7 +193,7 @@ class Loops:
         """Several rows as one run of lanes; values that only depend on the place in the row are laid out once."""
         d = self.lane
         assert d is not None
-        size = rules.static(self.stage.shape[d])
+        size = D.static(self.stage.shape[d])
         run = D.symbol("ts_j", 0, NARROW * size - 1)
         row = D.symbol("ts_r", 0, self.stage.shape[d - 1] - 1)
         place = {d - 1: row + D.floordiv(run, size), d: D.mod(run, size)}

@@ -224,7 +224,7 @@ def _gather(e: StageEmitter, node: Node, index: Index) -> str:
 
 def _gather_nd(e: StageEmitter, node: Node, index: Index) -> str:
     params, indices = node.inputs
-    batch, depth, lead = node.attrs["batch_dims"], rules.static(indices.shape[-1]), indices.rank - 1
+    batch, depth, lead = node.attrs["batch_dims"], D.static(indices.shape[-1]), indices.rank - 1
     at: list[Dim] = []
     conditions: list[str] = []
     with e.scopes.at(e.scopes.depth_of(index[:lead])):

@@ -232,6 +232,12 @@ def is_static(d: Dim) -> TypeIs[int]:
     return not isinstance(d, Expr)
 
 
+def static(d: Dim) -> int:
+    """A dim that must be known by now, as an int."""
+    assert isinstance(d, int), d
+    return d
+
+
 def all_static(dims: Iterable[Dim]) -> TypeGuard[Sequence[int]]:
     return all(is_static(d) for d in dims)
 

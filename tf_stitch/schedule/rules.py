@@ -37,12 +37,6 @@ def is_full(span: Span, size: Dim) -> bool:
     return span == (0, size)
 
 
-def static(d: Dim) -> int:
-    """A dim that the IR requires to be known."""
-    assert isinstance(d, int)
-    return d
-
-
 def union(a: Box, b: Box, shape: Shape) -> Box:
     """A box that covers both; a dim whose hull cannot be proven becomes the whole dim."""
     return tuple(_hull(x, y, size) for x, y, size in zip(a, b, shape, strict=True))
@@ -389,7 +383,7 @@ def _gather_ties(node: Node) -> list[Tie]:
 
 def _gather_nd_ties(node: Node) -> list[Tie]:
     params, indices = node.inputs
-    batch, depth, lead = node.attrs["batch_dims"], static(indices.shape[-1]), indices.rank - 1
+    batch, depth, lead = node.attrs["batch_dims"], D.static(indices.shape[-1]), indices.rank - 1
     ties = [(1, d, d) for d in range(lead)] + [(0, d, d) for d in range(batch)]
     return ties + [(0, d, d - batch - depth + lead) for d in range(batch + depth, params.rank)]
 
