@@ -71,7 +71,8 @@ def compile_texts(texts: Sequence[str], options: Options, tell: Progress,
     jobs = [(t, some) for t in dict.fromkeys(texts) if t for some in ([levels] if on_gpu else [(x,) for x in levels])]
     out: dict[str, dict[str, bytes]] = {t: {} for t in texts}
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        for i, ((text, some), code) in enumerate(zip(jobs, pool.map(lambda job: compile_text(*job), jobs), strict=True)):
+        codes = pool.map(lambda job: compile_text(*job), jobs)
+        for i, ((text, some), code) in enumerate(zip(jobs, codes, strict=True)):
             out[text].update(code)
             tell(i + 1, len(jobs), f"compiled for {' and '.join(some)}")
     return out

@@ -138,7 +138,7 @@ def _without_shared_batch(dot: Node) -> Node:
     kept = x.attrs["axes"]
     if tuple(kept) != tuple(sorted(kept)) or len(kept) != len(free) + len(contract):
         return dot
-    left, left_free, left_contract = _axes(dot, 0)
+    left, _, left_contract = _axes(dot, 0)
     if left != tuple(range(len(left))):
         return dot  # its free dims would come in another order
     attrs = {"batch": ((), ()), "contract": (left_contract, tuple(kept.index(a) for a in contract))}
@@ -183,7 +183,7 @@ def match(nodes: Iterable[Node], outputs: Sequence[Node], target: Any) -> Matmul
     args = [_through_views(x, members) for x in (lhs, rhs, bias) if x is not None]
     if any(a in members for a in args):
         return None
-    flags = (int(bool(trans[0])), int(bool(trans[1])), int(shared_lhs), int(shared_rhs), int(bias is not None), int(relu))
+    flags = tuple(int(bool(f)) for f in (*trans, shared_lhs, shared_rhs, bias is not None, relu))
     return MatmulCall((*args, outputs[0]), _sizes(dot), flags, outputs[0].origin or dot.origin)
 
 
