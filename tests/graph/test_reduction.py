@@ -6,7 +6,11 @@ import itertools
 import numpy as np
 import pytest
 import tensorflow as tf
-from support import case, has_kernel, run_cases
+
+from tests.graph.support import case, has_kernel, imported, run_cases
+from tf_stitch.errors import ImportFailed
+from tf_stitch.graph.view import GraphView
+from tf_stitch.ir import interp
 
 raw = tf.raw_ops
 SHAPES = [(4, 3, 5), (1, 6), (7,), (0, 3), (3, 0), ()]
@@ -80,6 +84,19 @@ def test_arg_reductions(op):
     for x in (nan, lowest):
         cases.append(case(lambda t: getattr(raw, op)(input=t, dimension=1, output_type=tf.int64), x))
     assert run_cases(cases).compared >= 20
+
+
+@pytest.mark.parametrize("op", ["ArgMax", "ArgMin"])
+def test_an_empty_axis_is_refused_as_tensorflow_does(op):
+    with tf.Graph().as_default() as graph:
+        known, unknown = tf.compat.v1.placeholder(tf.float32, [3, 0]), tf.compat.v1.placeholder(tf.float32, [3, None])
+        made = [getattr(raw, op)(input=t, dimension=1) for t in (known, unknown)]
+    view = GraphView(graph.as_graph_def())
+    with pytest.raises(ImportFailed, match="empty axis"):
+        imported(view, made[:1])
+    ir, _ = imported(view, made[1:])
+    with pytest.raises(interp.GuardFailed, match="empty axis"):
+        interp.run(ir, [np.zeros((3, 0), np.float32)])
 
 
 @pytest.mark.parametrize("op", ["Cumsum", "Cumprod"])
