@@ -11,12 +11,15 @@ The bounds hold for params as :func:`random_inputs` draws them and symbolic dims
 """
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import strategies as st
+
+with contextlib.suppress(ImportError):  # only cases() needs it
+    from hypothesis import strategies as st
 
 from tf_stitch.ir import dims as D
 from tf_stitch.ir.builder import Builder

@@ -52,6 +52,9 @@ class Row:
       max_rel_error: largest difference from the float64 reference over the output's largest value, worst output.
       peak_bytes: most bytes allocated during a call beyond what was allocated before it.
       note: why a figure is missing.
+      read_us: as latency_us, with the outputs copied to the host (on a GPU, where that is another thing).
+      memcpys: copies and fills on the GPU in one call; they are no kernels.
+      gpu_busy_us: time in which the GPU ran kernels or copies of one call.
     """
 
     workload: str
@@ -64,6 +67,9 @@ class Row:
     max_rel_error: float | None = None
     peak_bytes: int | None = None
     note: str = ""
+    read_us: float | None = None
+    memcpys: int | None = None
+    gpu_busy_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Trace:
 
     ops: list[OpTime] = field(default_factory=list)
     kernels: list[OpTime] = field(default_factory=list)
+    gpu_busy_us: float | None = None
 
 
 def max_rel_error(outputs: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
@@ -181,6 +188,7 @@ def trace(call: Call) -> Trace:
 def _read(planes: Iterable[Any]) -> Trace:
     ops: dict[tuple[str, str], list[float]] = {}
     kernels: dict[tuple[str, str], list[float]] = {}
+    busy: list[tuple[int, int]] = []
     for plane in planes:
         on_gpu = plane.name.startswith("/device:GPU")
         stats = {i: m.name for i, m in plane.stat_metadata.items()}
@@ -189,7 +197,9 @@ def _read(planes: Iterable[Any]) -> Trace:
                 name, us = plane.event_metadata[event.metadata_id].name, event.duration_ps / 1e6
                 if on_gpu:
                     if line.name.startswith("Stream"):
-                        kernels.setdefault((name, "gpu"), []).append(us)
+                        kernels.setdefault((name, "copy" if _is_copy(name) else "gpu"), []).append(us)
+                        start = line.timestamp_ns * 1000 + event.offset_ps
+                        busy.append((start, start + event.duration_ps))
                 elif name.startswith("tf_stitch:"):
                     ops.setdefault((name.split(":", 1)[1], "StitchedProgram"), []).append(us)
                 elif name.startswith("tf_stitch_kernel:"):
@@ -199,7 +209,21 @@ def _read(planes: Iterable[Any]) -> Trace:
                         kernels.setdefault((name, "xla"), []).append(us)
                 elif line.name.startswith(("tf_", "python")) and _op_type(name):
                     ops.setdefault((name.rsplit(":", 1)[0], _op_type(name)), []).append(us)
-    return Trace(_summary(ops), _summary(kernels))
+    return Trace(_summary(ops), _summary(kernels), _covered(busy) / 1e6 if busy else None)
+
+
+def _is_copy(event: str) -> bool:
+    """True for a GPU stream's events that move or fill memory."""
+    return event.lower().startswith(("memcpy", "memset"))
+
+
+def _covered(spans: Iterable[tuple[int, int]]) -> int:
+    """The length that intervals cover together."""
+    total = end = 0
+    for a, b in sorted(spans):
+        total += max(0, b - max(a, end))
+        end = max(end, b)
+    return total
 
 
 def _op_type(event: str) -> str:
@@ -217,9 +241,9 @@ def _summary(found: dict[tuple[str, str], list[float]]) -> list[OpTime]:
 def counts(traced: Trace) -> tuple[int, int]:
     """(ops, kernels) of a traced call, as in :class:`Row`."""
     ops = sum(o.calls for o in traced.ops if o.kind not in FREE_OPS)
-    on_gpu = [k.calls for k in traced.kernels if k.kind == "gpu"]
+    on_gpu = [k for k in traced.kernels if k.kind in ("gpu", "copy")]
     if on_gpu:
-        return ops, sum(on_gpu)
+        return ops, sum(k.calls for k in on_gpu if k.kind == "gpu")
     stitched_ops = sum(o.calls for o in traced.ops if o.kind == "StitchedProgram")
     return ops, ops - stitched_ops + sum(k.calls for k in traced.kernels)
 
@@ -240,11 +264,24 @@ def measure(workload: str, calls: dict[str, Call], *, rounds: int, round_s: floa
         good[name] = call
         if tf.config.list_physical_devices("GPU"):  # on a CPU the count needs an allocator that changes the timing
             rows[name].peak_bytes = peak_bytes(call)
-        rows[name].ops, rows[name].kernels = counts(trace(call))
+        traced = trace(call)
+        rows[name].ops, rows[name].kernels = counts(traced)
+        if traced.gpu_busy_us is not None:
+            rows[name].gpu_busy_us = traced.gpu_busy_us
+            rows[name].memcpys = sum(k.calls for k in traced.kernels if k.kind == "copy")
     for name, times in interleave(good, rounds, round_s).items():
         rows[name].latency_us = statistics.median(times) * 1e6
         rows[name].min_us = min(times) * 1e6
+    if tf.config.list_physical_devices("GPU"):
+        reading = {name: _reading(call) for name, call in good.items()}
+        for name, times in interleave(reading, rounds, round_s).items():
+            rows[name].read_us = statistics.median(times) * 1e6
     return rows
+
+
+def _reading(call: Call) -> Call:
+    """A call whose outputs are copied to the host."""
+    return lambda: [np.asarray(t) for t in tf.nest.flatten(call())]
 
 
 def machine() -> dict[str, Any]:
@@ -317,15 +354,18 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> Table:
     out = Table(title=f"{place}; TensorFlow {facts['tensorflow']}; {facts['date']}")
     for name in ("workload", "system"):
         out.add_column(name)
-    for name in ("median us", "min us", "vs TF", "vs XLA", "ops", "kernels", "compile s", "max rel err", "peak KiB"):
+    on_gpu = ("memcpys", "busy us", "read us") if facts["gpus"] else ()
+    for name in ("median us", "min us", "vs TF", "vs XLA", "ops", "kernels", *on_gpu, "compile s", "max rel err",
+                 "peak KiB"):
         out.add_column(name, justify="right", no_wrap=True)
     last = ""
     for r in rows:
         if last and r.workload != last:
             out.add_section()
         ratios = [_text(ratio(rows, r.workload, r.system, base), "{:.2f}x") for base in ("tensorflow", "xla")]
+        gpu = [_text(r.memcpys, "{}"), _text(r.gpu_busy_us, "{:.0f}"), _text(r.read_us, "{:.0f}")] if on_gpu else []
         figures = [_text(r.latency_us, "{:.0f}"), _text(r.min_us, "{:.0f}"), *ratios, _text(r.ops, "{}"),
-                   _text(r.kernels, "{}"), _text(r.compile_s, "{:.2f}"), _text(r.max_rel_error, "{:.1e}"),
+                   _text(r.kernels, "{}"), *gpu, _text(r.compile_s, "{:.2f}"), _text(r.max_rel_error, "{:.1e}"),
                    _text(r.peak_bytes and r.peak_bytes / 1024, "{:.0f}")]
         out.add_row(r.workload if r.workload != last else "", r.system, *(figures if not r.note else [r.note]))
         last = r.workload
