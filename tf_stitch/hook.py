@@ -53,12 +53,14 @@ def enable(options: Options | None = None) -> None:
     with _state.lock:
         _state.everything = replace(options or Options(), levels=())  # code for this machine only
         _arm()
+        _shorten(True)
 
 
 def disable() -> None:
     """Undoes :func:`enable`: functions run plain from their next call on (``tf_stitch.function``'s stay stitched)."""
     with _state.lock:
         _state.everything = None
+        _shorten(False)
         if _state.marked:
             _arm()
         else:
@@ -104,6 +106,12 @@ def function(func: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         _state.marked = True
         _arm()
     return made
+
+
+def _shorten(on: bool) -> None:
+    from . import fast_call
+
+    fast_call.everywhere(on)
 
 
 # --- turning the optimizer on --------------------------------------------------------------------------

@@ -1,0 +1,241 @@
+"""A short way into a traced ``tf.function``.
+
+``tf.function`` spends about 100 us of Python per call on finding the concrete function and on ordering its inputs.
+Both follow from the arguments' structure, element types and shapes, so they are looked up here by that key.
+A call takes the short way when its arguments are eager tensors, plain NumPy arrays and Python literals, in plain
+tuples, lists and dicts, when its key was seen before, and when nothing looks on: no gradient tape or forward
+accumulator, no graph being built, no distribution strategy, no profiler.  Every other call takes TensorFlow's own
+way: tracing, errors and all.
+
+This uses internals of the one TensorFlow version that the package is built for.
+"""
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import (
+    atomic_function,
+    eager_function_run,
+    function_context,
+    function_type_utils,
+    polymorphic_function,
+)
+from tensorflow.python.framework import constant_op, dtypes, ops
+from tensorflow.python.framework.tensor import TensorSpec
+from tensorflow.python.ops import array_ops
+from tensorflow.python.profiler import trace
+from tensorflow.python.pywrap_tfe import TFE_Py_TapeSetIsEmpty, TFE_Py_TapeSetPossibleGradientTypes
+from tensorflow.python.saved_model import save_context
+from tensorflow.python.util import traceback_utils
+
+CAPACITY = 512  # keys kept per function; one that meets more starts over
+LITERALS = frozenset({bool, int, float, str, type(None)})
+HANDLES = frozenset({dtypes.resource.as_datatype_enum, dtypes.variant.as_datatype_enum})
+_EagerTensor: type = ops.EagerTensor
+_told = polymorphic_function._frequent_tracing_detector_manager
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """How calls of one key are made.
+
+    Attributes:
+      name: of the function in TensorFlow's runtime.
+      order: for each of its inputs that is no capture, the position of that leaf.
+      plain: the leaves are the inputs, in order.
+      concrete: what the route was made for; ``captures`` is what it captured then.
+      outputs: how many tensors it returns.
+      single: it returns one tensor and nothing around it.
+    """
+
+    name: bytes
+    order: tuple[int, ...]
+    plain: bool
+    concrete: Any
+    captures: list[Any]
+    outputs: int
+    single: bool
+
+
+class _Routes(dict[tuple[Any, ...], "_Route | None"]):
+    """The routes of one function, by key; None for a key that was seen once or has no route."""
+
+    traces = -1  # how many concrete functions there were when they were made
+
+    def __reduce__(self) -> Any:
+        return _Routes, ()  # a copy of the function starts anew
+
+
+_long_way = polymorphic_function.Function.__call__
+
+
+@functools.wraps(_long_way)  # AutoGraph must take it for TensorFlow's own
+def _short_way(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _call(self, args, kwargs)
+
+
+class StitchedFunction(polymorphic_function.Function):
+    """A ``tf.function`` with the short way in."""
+
+    __call__ = _short_way
+
+
+def everywhere(on: bool) -> None:
+    """Gives every ``tf.function`` of the process the short way in, or takes it away again."""
+    polymorphic_function.Function.__call__ = _short_way if on else _long_way
+
+
+def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    key: list[Any] = []
+    leaves: list[Any] = []
+    if (function._jit_compile or not _nothing_looks_on() or not _flatten(args, key, leaves)
+            or (kwargs and not _flatten(kwargs, key, leaves))):
+        return _long_way(function, *args, **kwargs)
+    routes = _routes_of(function)
+    whole = tuple(key)
+    route = routes.get(whole)
+    if route is not None:
+        inputs = _inputs(route, leaves)
+        if inputs is not None:
+            _told.called_without_tracing(function._key_for_call_stats)
+            return _run(route, inputs)
+    result = _long_way(function, *args, **kwargs)
+    routes = _routes_of(function)
+    routes[whole] = _find(function, args, kwargs, leaves) if whole in routes else None  # found when it comes again
+    return result
+
+
+def _routes_of(function: Any) -> _Routes:
+    """The routes; none after a new trace, which may fit arguments better than the one that they led to."""
+    routes = function.__dict__.get("_tf_stitch_routes")
+    traces = len(function._function_cache)
+    if routes is None or routes.traces != traces or len(routes) > CAPACITY:
+        routes = function._tf_stitch_routes = _Routes()
+        routes.traces = traces
+    return routes
+
+
+def _nothing_looks_on() -> bool:
+    stack = ops._default_graph_stack
+    return (not eager_function_run.RUN_FUNCTIONS_EAGERLY
+            and context.context()._thread_local_data.is_eager
+            and not stack.stack
+            and not stack.get_default()._distribution_strategy_stack
+            and TFE_Py_TapeSetIsEmpty()
+            and not trace.enabled()
+            and not save_context.in_save_context())
+
+
+def _flatten(value: Any, key: list[Any], leaves: list[Any]) -> bool:
+    """Appends what ``value`` is to ``key`` and its arrays to ``leaves``; False when it is nothing plain."""
+    kind = type(value)
+    if kind is _EagerTensor:
+        enum = value._datatype_enum()
+        key += (enum, value._shape_tuple())
+        leaves.append(value)
+        return enum not in HANDLES
+    if kind is np.ndarray:
+        key += (value.dtype, value.shape)
+        leaves.append(value)
+        return value.dtype.kind in "fiubc"
+    if kind in LITERALS:
+        key += (kind, value)
+        return True
+    if kind is tuple or kind is list:
+        key += (kind, len(value))
+        return all([_flatten(v, key, leaves) for v in value])
+    if kind is dict:
+        key += (kind, tuple(value))
+        return all([_flatten(v, key, leaves) for v in value.values()])
+    return False
+
+
+def _tensor(leaf: Any) -> Any:
+    return leaf if type(leaf) is _EagerTensor else constant_op.convert_to_eager_tensor(leaf, context.context())
+
+
+def _inputs(route: _Route, leaves: list[Any]) -> list[Any] | None:
+    """What the function is run with; None when this call must take the long way after all."""
+    tensors = [_tensor(x) for x in leaves]
+    inputs = tensors if route.plain else [tensors[i] for i in route.order]
+    captured = route.concrete._captured_inputs
+    if len(captured) != len(route.captures) or not all(map(operator.is_, captured, route.captures)):
+        return None  # somebody replaced a capture
+    inputs = [*inputs, *captured]
+    return None if TFE_Py_TapeSetPossibleGradientTypes(inputs) else inputs
+
+
+def _run(route: _Route, inputs: list[Any]) -> Any:
+    try:
+        outputs = context.context().call_function(route.name, inputs, route.outputs)
+    except Exception as error:
+        _explain(route, error)
+        raise AssertionError from error  # not reached
+    return outputs[0] if route.single else route.concrete.function_type.pack_output(outputs)
+
+
+@traceback_utils.filter_traceback
+def _explain(route: _Route, error: Exception) -> None:
+    """Raises the error of a run with the words that TensorFlow gives it."""
+    with atomic_function.InterpolateRuntimeError(route.concrete._inference_function):
+        raise error
+
+
+def _find(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> _Route | None:
+    """The route of a call that was just made the long way; None when there is none.
+
+    Follows Function._call and tracing_compilation.call_function, without tracing: once with the arguments
+    themselves, once with tensors that all differ, to see where each of them goes.
+    """
+    marks = [array_ops.identity(_tensor(x)) for x in leaves]
+    rest = iter(marks)
+    marked_args, marked_kwargs = _replace(args, rest), _replace(kwargs, rest)
+    concrete, inputs = _look_up(function, marked_args, marked_kwargs)
+    if concrete is None or concrete is not _look_up(function, args, kwargs)[0]:
+        return None
+    number = {id(mark): i for i, mark in enumerate(marks)}
+    if any(id(x) not in number for x in inputs):
+        return None  # made from something else: a default value, a literal that the signature makes a tensor
+    captures = list(concrete._captured_inputs)
+    results = concrete.function_type.flat_outputs
+    if any(type(x) is not _EagerTensor for x in captures) or any(r.dtype.as_datatype_enum in HANDLES for r in results):
+        return None
+    order = tuple(number[id(x)] for x in inputs)
+    return _Route(concrete._inference_function.name, order, order == tuple(range(len(leaves))), concrete, captures,
+                  len(results), type(concrete.function_type.output) is TensorSpec)
+
+
+def _look_up(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The concrete function that a call leads to (None when it would be traced), and its inputs but captures."""
+    config = (function._no_variable_creation_config if function._created_variables
+              else function._variable_creation_config)
+    if config is None or config.function_captures.by_ref_external:
+        return None, []
+    bound = function_type_utils.canonicalize_function_inputs(
+        args, kwargs, function._function_type, function._default_values, function._is_pure)
+    signature = config.input_signature
+    lead = bound.args if signature is None else (*signature, *bound.args[len(signature):])
+    kind, _ = function_type_utils.make_canonicalized_monomorphic_type(
+        lead, bound.kwargs, config.function_captures.capture_types, config.polymorphic_type)
+    concrete = config.function_cache.lookup(kind, function_context.make_function_context(config.scope_type))
+    if concrete is None:
+        return None, []
+    to = concrete.function_type
+    return concrete, to.unpack_inputs(to.bind(*bound.args, **bound.kwargs))
+
+
+def _replace(value: Any, leaves: Iterator[Any]) -> Any:
+    """``value`` with its arrays replaced, in the order of :func:`_flatten`."""
+    if type(value) in (_EagerTensor, np.ndarray):
+        return next(leaves)
+    if type(value) in (tuple, list):
+        return type(value)(_replace(v, leaves) for v in value)
+    if type(value) is dict:
+        return {k: _replace(v, leaves) for k, v in value.items()}
+    return value
