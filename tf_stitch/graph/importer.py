@@ -96,11 +96,20 @@ class _Importer:
         entry = lower.REGISTRY[node.op]
         c = Context(self.b, self.view, node)
         if entry.fn is None:
-            c.fail("its result is not known from shapes")
+            self._only_symbolic(c, node)
+            return
         made = entry.fn(c, *self._operands(c, node, entry))
         for port, tensor in enumerate(made if isinstance(made, (list, tuple)) else [made]):
             self._check(c, port, tensor)
             self.tensors[node.name, port] = tensor
+
+    def _only_symbolic(self, c: Context, node: NodeView) -> None:
+        """An op without a tensor form, computed from integers that come from outside."""
+        results = self._symbolic(node, demand=True)
+        if results is None:
+            c.fail("its result is not known from shapes")
+        for port, value in enumerate(results):
+            self.symbols[node.name, port] = value
 
     def _check(self, c: Context, port: int, tensor: Node) -> None:
         """A lowering that disagrees with TensorFlow about rank or dtype is a bug; it must not reach a kernel."""
@@ -199,18 +208,22 @@ class _Importer:
 
     def _demand(self, ref: Ref) -> np.ndarray | None:
         if ref in self.params:
-            return self._param_symbols(self.params[ref])
+            return self._param_symbols(ref)
         if ref[0] not in self.members:
             return None
         results = self._symbolic(self.view[ref[0]], demand=True)
         return None if results is None else results[ref[1]]
 
-    def _param_symbols(self, param: Node) -> np.ndarray | None:
+    def _param_symbols(self, ref: Ref) -> np.ndarray | None:
+        param = self.params[ref]
         count = D.product(param.shape)
         if not DTYPES[param.dtype].is_integer or not D.all_static(param.shape) or not D.is_static(count) \
                 or count > MAX_SYMBOLIC:
             return None
         flat = [self.b.value_symbol(param, k) for k in range(count)]
+        known = self.view.partial(ref) or (None,) * count
+        flat = [v if k is None else self.b.same_dim(v, k, f"{ref[0]}: its value as it is known")
+                for v, k in zip(flat, known, strict=True)]
         return _object_array(flat, param.shape)
 
     def _symbolic(self, node: NodeView, demand: bool) -> list[np.ndarray] | None:

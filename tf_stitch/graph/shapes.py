@@ -50,14 +50,18 @@ class Inferred:
             self._constants[ref] = self._find_constant(ref)
         return self._constants[ref]
 
+    def partial(self, ref: Ref) -> tuple[int | None, ...] | None:
+        """Elements of a small integer value, as far as they are known."""
+        from .lower.folding import partial_value  # the rules need this module
+
+        return partial_value(self, ref)
+
     def assumed_value(self, ref: Ref) -> np.ndarray | None:
         """What follows from ``assumed`` values and assumed shapes."""
         if ref in self.assumed:
             return self.assumed[ref]
-        from .lower.folding import partial_value  # the rules need this module
-
         node, shape = self.view.nodes.get(ref[0]), self.shapes.get(ref)
-        value = partial_value(self, ref) if node is not None and shape is not None and len(shape) <= 1 else None
+        value = self.partial(ref) if node is not None and shape is not None and len(shape) <= 1 else None
         if value is None or None in value:
             return None
         dtype = tf.as_dtype(self.view.dtype(ref)).as_numpy_dtype
@@ -429,13 +433,11 @@ def _returned(view: GraphView, name: str, args: Arguments) -> list[StaticShape] 
 
 def _assume_gradient_args(result: Inferred) -> bool:
     """Decides more BroadcastGradientArgs outputs; False when there is nothing new."""
-    from .lower.folding import partial_value  # the rules need this module
-
     new = False
     for n in result.view:
         if n.op != "BroadcastGradientArgs" or (n.name, 0) in result.assumed:
             continue
-        left, right = (partial_value(result, ref) for ref in n.inputs)
+        left, right = (result.partial(ref) for ref in n.inputs)
         if left is None or right is None:
             continue
         dtype = tf.as_dtype(n.attr("T", "int32")).as_numpy_dtype

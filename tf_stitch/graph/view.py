@@ -354,6 +354,13 @@ class GraphView:
         """The value when it is a small known constant (at most 1,024 elements), else None."""
         return self._shapes.constant(ref)
 
+    def partial(self, ref: Ref) -> tuple[int | None, ...] | None:
+        """Elements of a small integer value, row-major, None where one is unknown; None when all are.
+
+        May rest on assumptions, as :meth:`shape` does; who uses it must guard it.
+        """
+        return self._shapes.partial(ref)
+
     def assumed(self, ref: Ref) -> np.ndarray | None:
         """The value of a small integer result if unknown dims that broadcast together are equal and not 1
         (BroadcastGradientArgs and what is computed from it), and if callers give the shapes they seem to; else None.
