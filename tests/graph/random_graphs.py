@@ -82,7 +82,7 @@ def step(g: RandomGraph) -> bool:
     for t in new:
         if t.shape.rank is None or t.shape.rank > 5 or (t.shape.num_elements() or 0) > 4000:
             return False
-        if x.name in g.exact and keeps or t.dtype != F:
+        if (x.name in g.exact and keeps) or t.dtype != F:
             g.exact.add(t.name)
         g.pool.append(t)
     return True
@@ -117,7 +117,8 @@ def constant(g: RandomGraph, shape, dtype) -> tf.Tensor:
 # --- elementwise -----------------------------------------------------------------------------------
 
 UNARY = [tf.tanh, tf.sigmoid, tf.nn.relu, tf.nn.relu6, tf.nn.elu, tf.nn.selu, tf.nn.softplus, tf.nn.softsign, tf.abs,
-         tf.negative, tf.sin, tf.cos, tf.atan, tf.square, tf.math.erf, tf.nn.leaky_relu, tf.asinh, tf.nn.gelu, tf.nn.silu,
+         tf.negative, tf.sin, tf.cos, tf.atan, tf.square, tf.math.erf, tf.nn.leaky_relu, tf.asinh, tf.nn.gelu,
+         tf.nn.silu,
          lambda x: tf.exp(-tf.abs(x)), lambda x: tf.math.log1p(tf.abs(x)), lambda x: tf.sqrt(tf.abs(x) + 0.5),
          lambda x: tf.math.rsqrt(x * x + 1.0), lambda x: tf.math.expm1(-tf.abs(x)), lambda x: 1.0 / (1.5 + tf.abs(x)),
          lambda x: tf.clip_by_value(x, -1.0, 0.75), lambda x: x ** 2.0, tf.zeros_like, tf.ones_like, tf.stop_gradient]
@@ -127,7 +128,8 @@ def unary(g, x):
     return UNARY[int(g.rng.integers(len(UNARY)))](x)
 
 
-JUMPS = [tf.floor, tf.math.ceil, tf.round, tf.sign, tf.math.rint, lambda x: tf.cast(x, I), lambda x: tf.math.floordiv(x, 0.75),
+JUMPS = [tf.floor, tf.math.ceil, tf.round, tf.sign, tf.math.rint, lambda x: tf.cast(x, I),
+         lambda x: tf.math.floordiv(x, 0.75),
          lambda x: tf.math.floormod(x, 0.75), lambda x: tf.cast(x > 0.25, F), lambda x: tf.where(x >= 0.0, x, -2.0 * x),
          lambda x: tf.cast(tf.logical_or(x < 0.0, tf.equal(x, 1.0)), F)]
 
@@ -236,7 +238,8 @@ def reshape(g, x):
         return tf.reshape(x, [-1])
     if kind == 1 and x.shape.rank >= 2:
         lead = dims[0] if dims else -1
-        return tf.reshape(x, tf.stack([lead, int(np.prod(x.shape.as_list()[1:]))])) if None not in x.shape.as_list()[1:] else None
+        rest = x.shape.as_list()[1:]
+        return tf.reshape(x, tf.stack([lead, int(np.prod(rest))])) if None not in rest else None
     if kind == 2 and dims:
         return tf.reshape(x, tf.stack([*dims[:1], 1, *dims[1:]])) if x.shape.rank else None
     return tf.expand_dims(x, int(g.rng.integers(-1, x.shape.rank + 1)))
@@ -325,7 +328,8 @@ def gather(g, x):
     axis = static_axis(g, x)
     if axis is None:
         return None
-    index = tf.constant(g.rng.integers(0, static(x, axis), [int(v) for v in g.rng.integers(1, 4, int(g.rng.integers(0, 3)))]), I)
+    index = tf.constant(g.rng.integers(0, static(x, axis),
+                                       [int(v) for v in g.rng.integers(1, 4, int(g.rng.integers(0, 3)))]), I)
     return tf.gather(x, index, axis=axis)
 
 
@@ -367,7 +371,8 @@ def select(g, x):
     return tf.where(condition, x, y)
 
 
-MOVES = [reshape, squeeze, transpose, concat, stack, unstack, split, strided, pad, tile, reverse, roll, gather, gather_nd,
+MOVES = [reshape, squeeze, transpose, concat, stack, unstack, split, strided, pad, tile, reverse, roll, gather,
+         gather_nd,
          broadcast, like_shape, band, select]
 MENU = {F: [unary, unary, unary, jump, binary, binary, binary, reduction, normalise, scan, argmax, matmul, outer, bias],
         I: [int_unary, int_unary, int_binary, one_hot, reduction, argmax], None: MOVES}

@@ -75,7 +75,7 @@ OUTSIDE = {"Placeholder", "UnsortedSegmentSum"}  # what a cluster never holds
 
 
 def cluster_of(view: GraphView, outputs: Sequence[Ref]) -> tuple[list[str], list[Ref]]:
-    """Everything behind the outputs, and what it reads that is not part of it (placeholders, scatters, large constants)."""
+    """Everything behind the outputs, and what it reads that is not part of it (placeholders, large constants, ...)."""
     nodes: dict[str, None] = {}
     inputs: dict[Ref, None] = {}
     stack = [name for name, _ in outputs]

@@ -46,7 +46,8 @@ def test_joining_and_cutting():
     cases = [
         *both(lambda a, b: tf.concat([a, b], 0), x, y), *both(lambda a, b: tf.concat([a, b, a], -1), x, y),
         *both(lambda a: tf.concat([a], 1), x), *both(lambda a, b: raw.Concat(concat_dim=1, values=[a, b]), x, y),
-        *both(lambda a: tf.split(a, 3, 1), x), *both(lambda a: tf.split(a, 2, 0), x), *both(lambda a: tf.split(a, 2, -1), x),
+        *both(lambda a: tf.split(a, 3, 1), x), *both(lambda a: tf.split(a, 2, 0), x),
+        *both(lambda a: tf.split(a, 2, -1), x),
         *both(lambda a: tf.split(a, [1, 2, 3], 1), x), *both(lambda a: tf.split(a, [1, -1, 2], -1), x),
         *both(lambda a: tf.split(a, [1, -1], 0), x), *both(lambda a, b: tf.stack([a, b], 0), x, y),
         *both(lambda a, b: tf.stack([a, b], -1), x, y), *both(lambda a, b: tf.stack([a, b], 1), x, y),
@@ -115,14 +116,16 @@ def test_strided_slice(seed):
             continue
         begin, end, stride, masks = spec
         x = ramp(*shape)
-        args = dict(begin=np.array(begin, np.int32), end=np.array(end, np.int32), strides=np.array(stride, np.int32), **masks)
+        args = dict(begin=np.array(begin, np.int32), end=np.array(end, np.int32), strides=np.array(stride, np.int32),
+                    **masks)
         with tf.Graph().as_default():
             try:
                 out = raw.StridedSlice(input=tf.constant(x), **args).shape.as_list()
             except ValueError:
                 continue
         cases.append(case(lambda t, k=args: raw.StridedSlice(input=t, **k), x))
-        cases.append(case(lambda t, s=shape, k=args: raw.StridedSliceGrad(shape=np.array(s, np.int32), dy=t, **k), ramp(*out)))
+        cases.append(case(lambda t, s=shape, k=args: raw.StridedSliceGrad(shape=np.array(s, np.int32), dy=t, **k),
+                          ramp(*out)))
     assert run_cases(cases).compared == len(cases)
 
 
@@ -147,7 +150,8 @@ def test_slice_at_run_time():
         case(lambda t, k: t[k:k + 2], x, i), case(lambda t, k: tf.slice(t, [k, 0], [2, -1]), x, i),
         case(lambda t, k: tf.slice(t, [0, k], [-1, 1]), x, i), case(lambda t, k: tf.tile(t, [k, 1]), x, i),
         case(lambda t, k: tf.fill([k, 3], t[0, 1]), x, i), case(lambda t, k: tf.reshape(t, [k, -1]), x, i),
-        case(lambda t, k: tf.range(k, k + 5) + tf.shape(t)[0], x, i), case(lambda t, k: tf.one_hot(k, k + 3) + t[0, 0], x, i),
+        case(lambda t, k: tf.range(k, k + 5) + tf.shape(t)[0], x, i),
+        case(lambda t, k: tf.one_hot(k, k + 3) + t[0, 0], x, i),
         case(lambda t, k: tf.broadcast_to(t[0], [k, 4]), x, i), case(lambda t, k: tf.pad(t, [[k, 1], [0, k]]), x, i),
         case(lambda t, k: tf.zeros([k, k * 2]) + t[0, 0], x, i), case(lambda t, k: tf.split(t, [k, 6 - k], 0), x, i),
     ]
@@ -192,7 +196,8 @@ def test_repeating_and_making():
         *both(lambda t: tf.zeros_like(t), x), *both(lambda t: tf.ones_like(t), x),
         *both(lambda t: tf.fill(tf.shape(t), 2.5), x), *both(lambda t: tf.fill([2, 3], t[0, 0, 1]), x),
         *both(lambda t: tf.range(tf.shape(t)[0]), x), *both(lambda t: tf.range(1, 12, 3) + tf.shape(t)[0], x),
-        *both(lambda t: tf.range(9, 0, -2) + tf.shape(t)[0], x), *both(lambda t: tf.linspace(t[0, 0, 0], t[0, 0, 1], 5), x),
+        *both(lambda t: tf.range(9, 0, -2) + tf.shape(t)[0], x),
+        *both(lambda t: tf.linspace(t[0, 0, 0], t[0, 0, 1], 5), x),
         *both(lambda t: raw.LinSpace(start=t[0, 0, 0], stop=t[0, 0, 3], num=4), x),
     ]
     assert run_cases(cases).compared == len(cases)
@@ -203,8 +208,10 @@ def test_reading_by_index():
     b = np.array([[1, 0, 2], [2, 2, 1], [0, 0, 0], [1, 1, 1], [2, 0, 1]], np.int64)
     cases = [
         *both(lambda t, k: tf.gather(t, k), x, i), *both(lambda t, k: tf.gather(t, k % 3, axis=1), x, i),
-        *both(lambda t, k: tf.gather(t, k % 3, axis=-1), x, i), *both(lambda t, k: raw.Gather(params=t, indices=k), x, i),
-        *both(lambda t, k: tf.gather(t, k, batch_dims=1, axis=1), x, b), *both(lambda t, k: tf.gather(t, k, batch_dims=1, axis=2), x, b),
+        *both(lambda t, k: tf.gather(t, k % 3, axis=-1), x, i),
+        *both(lambda t, k: raw.Gather(params=t, indices=k), x, i),
+        *both(lambda t, k: tf.gather(t, k, batch_dims=1, axis=1), x, b),
+        *both(lambda t, k: tf.gather(t, k, batch_dims=1, axis=2), x, b),
         *both(lambda t, k: tf.gather(t, k, batch_dims=-1), x, b[:, :1].repeat(1, 1)),
         *both(lambda t, k: tf.gather_nd(t, k % 3), x, i), *both(lambda t, k: tf.gather_nd(t, k[:, :1]), x, i),
         *both(lambda t, k: tf.gather(t, k[0, 0]), x, i),
@@ -244,7 +251,8 @@ def test_selection_and_casts():
         *both(lambda p, a, b: raw.Select(condition=p, x=a, y=b), c, x, y),
         *both(lambda p, a, b: raw.Select(condition=p[:, 0], x=a, y=b), c, x, y),
         *both(lambda p, a, b: raw.Select(condition=p[0, 0], x=a, y=b), c, x, y),
-        *both(lambda p, a, b: tf.where(p, a, 0.0), c, x, y), *both(lambda p, a, b: tf.where(p[0], a, b[:1]), c, x, y, hide=[1]),
+        *both(lambda p, a, b: tf.where(p, a, 0.0), c, x, y),
+        *both(lambda p, a, b: tf.where(p[0], a, b[:1]), c, x, y, hide=[1]),
         *both(lambda a: raw.ClipByValue(t=a, clip_value_min=-1.5, clip_value_max=3.0), x),
         *both(lambda a, b: raw.ClipByValue(t=a, clip_value_min=b - 2, clip_value_max=b + 1), x, y),
         *both(lambda a, b: tf.add_n([a, b, a]), x, y), *both(lambda a, b: tf.clip_by_value(a, b - 2, b + 1), x, y),

@@ -17,7 +17,8 @@ LEFT_OUT = {
     "IgammaGradA": "a derivative that is itself a series; only gamma sampling uses it",
     "RandomGammaGrad": "a derivative that is itself a series; only gamma sampling uses it",
     "CheckNumerics": "an assertion: it must stay where TensorFlow can report it",
-    "StochasticCastToInt": "random", "FakeQuantWithMinMaxArgs": "quantisation", "FakeQuantWithMinMaxVars": "quantisation",
+    "StochasticCastToInt": "random", "FakeQuantWithMinMaxArgs": "quantisation",
+    "FakeQuantWithMinMaxVars": "quantisation",
     "FakeQuantWithMinMaxArgsGradient": "quantisation", "FakeQuantWithMinMaxVarsGradient": "quantisation",
     "QuantizeAndDequantizeV2": "quantisation", "QuantizeAndDequantizeV3": "quantisation",
     "QuantizeAndDequantizeV4": "quantisation", "UniformQuantize": "quantisation", "UniformDequantize": "quantisation",
@@ -38,7 +39,7 @@ def xla_ops() -> set[str]:
 
 
 def elementwise(op: str) -> bool:
-    """One to three inputs of one shape give one output of that shape, whatever the shape, by TensorFlow's shape function."""
+    """One to three inputs of one shape give one output of that shape, whatever it is (TensorFlow's shape function)."""
     definition = op_def(op)
     if definition is None or definition.is_stateful or len(definition.output_arg) != 1:
         return False
@@ -95,14 +96,19 @@ def test_registered_ops_exist():
         assert entry.fn is not None or op in lower.SYMBOLIC, op
 
 
-REQUIRED = """Cast Select SelectV2 ClipByValue Erf Erfc Sigmoid Softplus Elu Selu Relu Relu6 LeakyRelu ReluGrad Relu6Grad
-LeakyReluGrad EluGrad SeluGrad SigmoidGrad TanhGrad RsqrtGrad SqrtGrad ReciprocalGrad InvGrad SoftplusGrad SoftsignGrad AddN
-BiasAdd BiasAddGrad Softmax LogSoftmax SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits FusedBatchNorm
-FusedBatchNormV3 FusedBatchNormGradV3 MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum L2Loss Sum Mean Max Min Prod All
-Any ArgMax ArgMin Cumsum Cumprod Reshape Squeeze ExpandDims Transpose ConcatV2 Split SplitV Pack Unpack Slice StridedSlice
-StridedSliceGrad Pad PadV2 MirrorPad MirrorPadGrad Tile BroadcastTo Gather GatherV2 GatherNd OneHot Range Fill ZerosLike
-OnesLike ReverseV2 Shape ShapeN Size Rank Identity IdentityN StopGradient PreventGradient Conv2D DepthwiseConv2dNative
-MaxPool AvgPool BroadcastGradientArgs""".split()
+REQUIRED = [
+    "Cast", "Select", "SelectV2", "ClipByValue", "Erf", "Erfc", "Sigmoid", "Softplus", "Elu", "Selu", "Relu", "Relu6",
+    "LeakyRelu", "ReluGrad", "Relu6Grad", "LeakyReluGrad", "EluGrad", "SeluGrad", "SigmoidGrad", "TanhGrad",
+    "RsqrtGrad", "SqrtGrad", "ReciprocalGrad", "InvGrad", "SoftplusGrad", "SoftsignGrad", "AddN", "BiasAdd",
+    "BiasAddGrad", "Softmax", "LogSoftmax", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits",
+    "FusedBatchNorm", "FusedBatchNormV3", "FusedBatchNormGradV3", "MatMul", "BatchMatMul", "BatchMatMulV2",
+    "BatchMatMulV3", "Einsum", "L2Loss", "Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "ArgMax", "ArgMin",
+    "Cumsum", "Cumprod", "Reshape", "Squeeze", "ExpandDims", "Transpose", "ConcatV2", "Split", "SplitV", "Pack",
+    "Unpack", "Slice", "StridedSlice", "StridedSliceGrad", "Pad", "PadV2", "MirrorPad", "MirrorPadGrad", "Tile",
+    "BroadcastTo", "Gather", "GatherV2", "GatherNd", "OneHot", "Range", "Fill", "ZerosLike", "OnesLike", "ReverseV2",
+    "Shape", "ShapeN", "Size", "Rank", "Identity", "IdentityN", "StopGradient", "PreventGradient", "Conv2D",
+    "DepthwiseConv2dNative", "MaxPool", "AvgPool", "BroadcastGradientArgs",
+]
 
 
 def test_required_ops_are_lowered():

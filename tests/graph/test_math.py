@@ -13,7 +13,8 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 UNARY = sorted(set(math._UNARY) | {"Square", "Reciprocal", "Inv", "Round", "Relu", "Relu6", "LeakyRelu", "Elu", "Selu",
                                    "Softsign", "OnesLike", "ZerosLike"})
-BINARY = sorted(set(math._BINARY) | {"Div", "Pow", "FloorDiv", "FloorMod", "Mod", "TruncateMod", "SquaredDifference", "MulNoNan",
+BINARY = sorted(set(math._BINARY) | {"Div", "Pow", "FloorDiv", "FloorMod", "Mod", "TruncateMod", "SquaredDifference",
+                                     "MulNoNan",
                                      "Xdivy", "Xlogy", "Xlog1py", "Equal", "NotEqual", "ApproximateEqual"})
 SPECIAL = {"Digamma", "Lgamma", "Igamma", "Igammac", "Zeta", "Polygamma", "Betainc", "Erfinv", "Ndtri", "BesselI0e",
            "BesselI1e", "Pow", "Tan", "Acosh", "Asinh", "Atanh"}

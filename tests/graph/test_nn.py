@@ -21,14 +21,17 @@ def test_bias():
     cases = []
     for dtype in ("float32", "float64", "int32"):
         for shape in [(2, 3, 4, 5), (3, 4), (2, 5, 3), (2, 3, 4, 2, 5)]:
-            x = normal(*shape, dtype=dtype) if dtype != "int32" else np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+            counted = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+            x = normal(*shape, dtype=dtype) if dtype != "int32" else counted
             for layout in ("NHWC", "NCHW"):
                 if layout == "NCHW" and len(shape) == 2:
                     continue
                 b = x.reshape(-1)[:shape[1] if layout == "NCHW" else shape[-1]]
-                cases.append(case(lambda t, u, f=layout: raw.BiasAdd(value=t, bias=u, data_format=f), x, b, unknown=[0]))
+                cases.append(case(lambda t, u, f=layout: raw.BiasAdd(value=t, bias=u, data_format=f), x, b,
+                                  unknown=[0]))
                 if dtype != "int32":
-                    cases.append(case(lambda t, f=layout: raw.BiasAddGrad(out_backprop=t, data_format=f), x, unknown=[0]))
+                    cases.append(case(lambda t, f=layout: raw.BiasAddGrad(out_backprop=t, data_format=f), x,
+                                      unknown=[0]))
     assert run_cases(cases).compared >= 30
 
 
@@ -54,7 +57,8 @@ def test_cross_entropy(dtype):
     y[0, 1] = 0
     op = raw.SoftmaxCrossEntropyWithLogits
     cases = [case(lambda a, b: list(op(features=a, labels=b)), *xs, unknown=u, tolerance=3)
-             for xs, u in [((x, y), False), ((x, y), [0]), ((x, y[:1]), False), ((x[:1], y), False), ((x[:, :1], y), False)]]
+             for xs, u in [((x, y), False), ((x, y), [0]), ((x, y[:1]), False), ((x[:1], y), False),
+                           ((x[:, :1], y), False)]]
     infinite = x.copy()
     infinite[:, 1] = -np.inf
     zero = y.copy()
@@ -95,8 +99,8 @@ def batch_norm(dtype: str, layout: str, training: bool, factor: float, op: str):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_batch_norm(training, dtype):
     cases = []
-    for layout, shape, factor in [("NHWC", (3, 4, 5, 6), 1.0), ("NHWC", (2, 1, 1, 3), 0.25), ("NCHW", (2, 3, 4, 5), 1.0),
-                                  ("NHWC", (1, 1, 1, 4), 1.0)]:
+    for layout, shape, factor in [("NHWC", (3, 4, 5, 6), 1.0), ("NHWC", (2, 1, 1, 3), 0.25),
+                                  ("NCHW", (2, 3, 4, 5), 1.0), ("NHWC", (1, 1, 1, 4), 1.0)]:
         if layout == "NCHW" and training:
             continue  # TensorFlow's CPU kernel wants channels last
         channels = shape[1] if layout == "NCHW" else shape[-1]
@@ -106,7 +110,8 @@ def test_batch_norm(training, dtype):
             m, v = np.zeros(0, np.float32), np.zeros(0, np.float32)
         ops = ["FusedBatchNormV3", "FusedBatchNormV2"] + (["FusedBatchNorm"] if dtype == "float32" else [])
         for op in ops:
-            c = case(batch_norm(dtype, layout, training, factor, op), normal(*shape, dtype=dtype), s, o, m, v, tolerance=3)
+            c = case(batch_norm(dtype, layout, training, factor, op), normal(*shape, dtype=dtype), s, o, m, v,
+                     tolerance=3)
             c.shapes[0] = [None, None, None, shape[-1]] if layout == "NHWC" else [None, *shape[1:]]
             if has_kernel(op, dtype):
                 cases.append(c)
@@ -134,7 +139,8 @@ def test_batch_norm_grad(training, dtype):
 
 def test_matmul():
     cases = []
-    for dtype, ta, tb in itertools.product(["float32", "float64", "float16", "bfloat16", "int32", "int64"], *[[False, True]] * 2):
+    dtypes = ["float32", "float64", "float16", "bfloat16", "int32", "int64"]
+    for dtype, ta, tb in itertools.product(dtypes, [False, True], [False, True]):
         for m, k, n in [(3, 4, 5), (1, 7, 1), (0, 2, 3), (2, 0, 3)]:
             a, b = normal(m, k), normal(k, n, seed=1)
             a, b = ((v * 4).astype(tf.as_dtype(dtype).as_numpy_dtype) for v in (a.T if ta else a, b.T if tb else b))
@@ -165,9 +171,11 @@ EQUATIONS = [
     ("ij,jk->ik", (3, 4), (4, 5)), ("ij,jk->ki", (3, 4), (4, 5)), ("bij,bjk->bik", (2, 3, 4), (2, 4, 5)),
     ("abc,cde->abde", (2, 3, 4), (4, 5, 2)), ("bhqd,bhkd->bhqk", (2, 3, 4, 5), (2, 3, 6, 5)), ("ij->ji", (3, 4), None),
     ("ij->j", (3, 4), None), ("ij->", (3, 4), None), ("ii->i", (4, 4), None), ("ii->", (4, 4), None),
-    ("iij->j", (3, 3, 2), None), ("i->ii", (3,), None), ("i,j->ij", (3,), (4,)), ("...ij,...jk->...ik", (2, 3, 4), (4, 5)),
+    ("iij->j", (3, 3, 2), None), ("i->ii", (3,), None), ("i,j->ij", (3,), (4,)),
+    ("...ij,...jk->...ik", (2, 3, 4), (4, 5)),
     ("...ij,...jk->...ik", (2, 1, 3, 4), (5, 4, 2)), ("...i->...", (2, 3, 4), None), ("ij,ij->ij", (3, 4), (3, 4)),
-    ("ij,ij->", (3, 4), (3, 4)), ("aab,bc->ac", (3, 3, 2), (2, 4)), ("...,...->...", (3, 1), (1, 4)), ("ab,cd->", (2, 3), (4, 5)),
+    ("ij,ij->", (3, 4), (3, 4)), ("aab,bc->ac", (3, 3, 2), (2, 4)), ("...,...->...", (3, 1), (1, 4)),
+    ("ab,cd->", (2, 3), (4, 5)),
     ("b...,b...->b...", (2, 3), (2, 1)), ("ijk,kjl->il", (2, 3, 4), (4, 3, 5)), ("ij,jk", (3, 4), (4, 5)),
 ]
 
@@ -197,7 +205,8 @@ def test_convolutions():
         cases.append(case(lambda a, b, k=attrs: raw.Conv2D(input=a, filter=b, **k), x, w))
         cases[-1].shapes[0][0] = None
         if padding != "EXPLICIT":
-            cases.append(case(lambda a, b, k=attrs: raw.DepthwiseConv2dNative(input=a, filter=b, **k), x, normal(3, 2, 4, 2)))
+            cases.append(case(lambda a, b, k=attrs: raw.DepthwiseConv2dNative(input=a, filter=b, **k), x,
+                              normal(3, 2, 4, 2)))
     cases.append(case(lambda a, b: raw.Conv3D(input=a, filter=b, strides=[1, 1, 2, 1, 1], padding="SAME"),
                       normal(1, 4, 5, 3, 2), normal(2, 3, 1, 2, 3)))
     assert run_cases(cases).compared == len(cases)

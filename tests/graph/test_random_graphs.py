@@ -20,7 +20,8 @@ def describe(g) -> str:
     while stack:
         op = stack.pop()
         if op.name not in ops:
-            ops[op.name] = f"{op.name} = {op.type}({', '.join(i.name for i in op.inputs)}) {[t.shape for t in op.outputs]}"
+            inputs, shapes = ', '.join(i.name for i in op.inputs), [t.shape for t in op.outputs]
+            ops[op.name] = f"{op.name} = {op.type}({inputs}) {shapes}"
             stack += [i.op for i in op.inputs]
     return "\n".join(reversed(ops.values()))
 

@@ -51,7 +51,8 @@ def test_reductions(op, dtype):
         x = random(dtype, shape, seed, nans=op in ("Max", "Min") and seed % 3 == 0)
         keep = bool(rng.integers(2))
         for unknown in (False, True):
-            cases.append(case(lambda t, a=axes, k=keep: getattr(raw, op)(input=t, axis=a, keep_dims=k), x, unknown=unknown,
+            cases.append(case(lambda t, a=axes, k=keep: getattr(raw, op)(input=t, axis=a, keep_dims=k), x,
+                              unknown=unknown,
                               tolerance=4))
     assert run_cases(cases).compared >= 20
 
@@ -77,7 +78,8 @@ def test_arg_reductions(op):
             x = random(dtype, (5, 6, 3), seed, nans=seed % 2 == 0)
             if dtype.startswith("float"):
                 x = np.round(x)  # ties
-            cases.append(case(lambda t, a=axis, o=out: getattr(raw, op)(input=t, dimension=a, output_type=o), x, unknown=[1]))
+            cases.append(case(lambda t, a=axis, o=out: getattr(raw, op)(input=t, dimension=a, output_type=o), x,
+                              unknown=[1]))
     nan = np.full((3, 4), np.nan, np.float32)
     lowest = np.full((3, 4), -np.inf if op == "ArgMax" else np.inf, np.float32)
     lowest[1, 2] = np.nan
@@ -107,8 +109,8 @@ def test_scans(op, dtype):
         for shape in [(4, 5, 3), (0, 3), (1, 1)]:
             x = random(dtype, shape, axis + 5)
             a = axis if axis < len(shape) else 0
-            cases.append(case(lambda t, a=a, e=exclusive, r=reverse: getattr(raw, op)(x=t, axis=a, exclusive=e, reverse=r), x,
-                              unknown=[0], tolerance=4))
+            how = {"axis": a, "exclusive": exclusive, "reverse": reverse}
+            cases.append(case(lambda t, k=how: getattr(raw, op)(x=t, **k), x, unknown=[0], tolerance=4))
     assert run_cases(cases).compared == len(cases)
 
 

@@ -67,8 +67,10 @@ def test_batch_sizes_never_fall_back():
         mean, variance = tf.nn.moments(x, -1, keepdims=True)
         return tf.nn.batch_normalization(x, mean, variance, ramp(8), ramp(8), 1e-3)
 
-    cases = [batches(dense, (8,)), batches(norm, (8,)), batches(norm, (5, 8)), batches(lambda x: tf.nn.softmax(x), (8,)),
-             batches(lambda x: tf.reshape(x, [-1, 2, 4])[:, 1], (8,)), batches(lambda x: tf.reduce_mean(x, [1, 2]), (2, 3)),
+    cases = [batches(dense, (8,)), batches(norm, (8,)), batches(norm, (5, 8)),
+             batches(lambda x: tf.nn.softmax(x), (8,)),
+             batches(lambda x: tf.reshape(x, [-1, 2, 4])[:, 1], (8,)),
+             batches(lambda x: tf.reduce_mean(x, [1, 2]), (2, 3)),
              batches(lambda x, y: tf.concat([x, y], 1) + 1.0, (2,), (3,))]
     assert run_cases(cases).compared == len(cases) * len(SIZES)
 
@@ -84,19 +86,26 @@ def gradients(build):
 
 def test_gradients_with_unknown_dims():
     cases = [
-        batches(gradients(lambda x, y: x * y + x), (3, 4), (3, 4)), batches(gradients(lambda x, y: x - y), (3, 4), (1, 4)),
+        batches(gradients(lambda x, y: x * y + x), (3, 4), (3, 4)),
+        batches(gradients(lambda x, y: x - y), (3, 4), (1, 4)),
         batches(gradients(lambda x: tf.nn.relu(x) * tf.nn.sigmoid(x)), (3,)),
         batches(gradients(lambda x: tf.nn.softmax(x) / (tf.reduce_max(x, -1, keepdims=True) + 9)), (5,)),
         batches(gradients(lambda x: tf.reduce_mean(tf.tanh(x), 1)), (3, 4)),
         batches(gradients(lambda x: tf.reduce_sum(x, [0, 2])), (3, 4)),
-        batches(gradients(lambda x: x[:, 1:] * x[:, :-1]), (4,)), batches(gradients(lambda x: tf.split(x, 2, 1)[1]), (4,)),
-        batches(gradients(lambda x, y: tf.concat([x, y], 1)), (2,), (3,)), batches(gradients(lambda x: tf.transpose(x)), (4,)),
-        batches(gradients(lambda x: tf.pad(x, [[0, 0], [1, 2]])), (4,)), batches(gradients(lambda x: tf.tile(x, [1, 3])), (2,)),
+        batches(gradients(lambda x: x[:, 1:] * x[:, :-1]), (4,)),
+        batches(gradients(lambda x: tf.split(x, 2, 1)[1]), (4,)),
+        batches(gradients(lambda x, y: tf.concat([x, y], 1)), (2,), (3,)),
+        batches(gradients(lambda x: tf.transpose(x)), (4,)),
+        batches(gradients(lambda x: tf.pad(x, [[0, 0], [1, 2]])), (4,)),
+        batches(gradients(lambda x: tf.tile(x, [1, 3])), (2,)),
         batches(gradients(lambda x: tf.math.squared_difference(x, tf.reduce_mean(x, -1, keepdims=True))), (6,)),
-        batches(gradients(lambda x: tf.matmul(x, ramp(4, 3))), (4,)), batches(gradients(lambda x: tf.nn.bias_add(x, ramp(4))), (4,)),
+        batches(gradients(lambda x: tf.matmul(x, ramp(4, 3))), (4,)),
+        batches(gradients(lambda x: tf.nn.bias_add(x, ramp(4))), (4,)),
         batches(gradients(lambda x: tf.reshape(x, [-1, 2]) ** 2.0), (4,)), batches(gradients(tf.nn.elu), (4,)),
-        batches(gradients(lambda x: tf.stack([x, x * 2], 1)), (3,)), batches(gradients(lambda x: tf.unstack(x, axis=1)[1]), (3,)),
-        batches(gradients(lambda x: tf.maximum(x, 0.5) + tf.minimum(x, 0.1)), (3,)), batches(gradients(tf.nn.log_softmax), (5,)),
+        batches(gradients(lambda x: tf.stack([x, x * 2], 1)), (3,)),
+        batches(gradients(lambda x: tf.unstack(x, axis=1)[1]), (3,)),
+        batches(gradients(lambda x: tf.maximum(x, 0.5) + tf.minimum(x, 0.1)), (3,)),
+        batches(gradients(tf.nn.log_softmax), (5,)),
         batches(gradients(lambda x: tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(x), x)), (5,)),
     ]
     tally = run_cases(cases, may_fall_back=True)

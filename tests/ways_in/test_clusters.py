@@ -116,7 +116,8 @@ def test_a_shape_inside_another_cluster_is_handed_over_not_its_operand():
 def test_waiting_for_shape_arithmetic_is_waiting_for_what_it_reads():
     shape = dict(small_integer=True, symbolic=True)
     infos = [source("x"), node("s", "x", op="Shape", computes=False, **shape), node("d", "s", op="Prod", **shape),
-             node("k", op="Const", small_const=True, computes=False, controls=("d",)), node("a", "x", "k"), node("b", "a")]
+             node("k", op="Const", small_const=True, computes=False, controls=("d",)), node("a", "x", "k"),
+             node("b", "a")]
     found = find(infos, Options(), read=[("b", 0)])
     (c,) = found.clusters
     assert c.controls == ("x",)
