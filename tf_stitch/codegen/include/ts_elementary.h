@@ -5,8 +5,9 @@
 // (most are below 1.5; tests/math measures them).  NaN, infinities, signed zeros and denormals are those of C's
 // libm.  No function needs fused multiply-add; with it the error gets smaller.  -ffast-math breaks them.
 //
-// Two kinds: float functions of their own where speed matters (exp, tanh, erf, sigmoid, log), and double ones,
-// which the other float functions round.  The polynomials are minimax or Chebyshev fits made for this file.
+// Three kinds: float functions of their own where speed matters most (exp, tanh, erf, sigmoid, log), float ones that
+// compute in double with short polynomials (erfc, expm1, softplus), and double ones, which the other float functions
+// round.  The polynomials are minimax or Chebyshev fits made for this file.
 #ifndef TS_ELEMENTARY_H_
 #define TS_ELEMENTARY_H_
 
@@ -443,13 +444,60 @@ TS_FN double ts_erfc(double x) {
   return a < 1.0 ? 1.0 - small : large;
 }
 
+// --- float in double, with polynomials good to 2^-28 -------------------------------------------------
+
+// 2^t = 2^n 2^r, n = round(t); |t| < 1000.
+struct ts_exp2_parts_ {
+  double r, scale;  // scale: 2^n
+};
+TS_FN ts_exp2_parts_ ts_exp2_split_(double t) {
+  double u = t + TS_ROUNDER_;
+  return ts_exp2_parts_{t - (u - TS_ROUNDER_), ts_double_of((ts_bits(u) << 52) + 0x3ff0000000000000ull)};
+}
+TS_FN double ts_exp2_short_(double t) {
+  ts_exp2_parts_ e = ts_exp2_split_(t);
+  return e.scale * ts_poly_(e.r, 0x1.0000000262490p+0, 0x1.62e430c82ad2cp-1, 0x1.ebfbdadb1ec92p-3,
+                            0x1.c6aed45fc363ep-5, 0x1.3b2dbc5fde846p-7, 0x1.5f4597e8eaa6cp-10, 0x1.41d3131f6d1d1p-13);
+}
+
+// e^(-a^2) q P(q), q = 1 / (a + 3): one formula for all a >= 0.
+TS_FN float ts_erfc(float x) {
+  double a = (double)ts_abs_up_to_(x, 10.125f);
+  double q = 1.0 / (a + 3.0);
+  double p = ts_poly_(q, 0x1.20d2f07d69820p-1, 0x1.b2b3768054129p+0, 0x1.286c525e2c6e0p+2, 0x1.f0a27f6ded60fp+3,
+                      -0x1.71038c6da9b80p-4, 0x1.241410ee50ccbp+8, -0x1.deb7a55d5ab28p+9, 0x1.b54c88f0e1286p+11,
+                      -0x1.6617a2f6b1fccp+12, 0x1.99d3ba125e54ap+11);
+  float r = (float)(ts_exp2_short_(a * a * -0x1.71547652b82fep+0) * (p * q));
+  r = x < 0.0f ? 2.0f - r : r;
+  return x != x ? x : r;
+}
+
+// 2^n (2^r - 1) + (2^n - 1).
+TS_FN float ts_expm1(float x) {
+  float c = x < 89.0f ? x : 89.0f;
+  c = c > -20.0f ? c : -20.0f;
+  ts_exp2_parts_ e = ts_exp2_split_((double)c * 0x1.71547652b82fep+0);
+  double p = e.r * ts_poly_(e.r, 0x1.62e42fefd3401p-1, 0x1.ebfbe04547abep-3, 0x1.c6b08cb12cf24p-5,
+                            0x1.3b2a1c16baab6p-7, 0x1.5d88bdd90ac86p-10, 0x1.443f81c80f90ep-13, 0x1.ffcbdcc2e645fp-17);
+  float r = (float)(p * e.scale + (e.scale - 1.0));
+  return x != x ? x : ts_with_sign_(r, x);
+}
+
+// max(x, 0) + e P(e), e = e^-|x|: log(1 + e) = e P(e).
+TS_FN float ts_softplus(float x) {
+  double e = ts_exp2_short_((double)ts_abs_up_to_(x, 105.0f) * -0x1.71547652b82fep+0);
+  double p = ts_poly_(e, 0x1.fffffff99db8ap-1, -0x1.fffff38a4f169p-2, 0x1.55534e1aebc06p-2, -0x1.ffbd4337b45f1p-3,
+                      0x1.975ccd7a9ec7bp-3, -0x1.49d8347b1af82p-3, 0x1.fca8b9c9b58fep-4, -0x1.51ae6bdafb819p-4,
+                      0x1.53ca1b9d17064p-5, -0x1.b7566fe241a69p-7, 0x1.0a1b8810d09bcp-9);
+  float r = (float)(e * p + (double)(x > 0.0f ? x : 0.0f));
+  return x != x ? x : r;
+}
+
 // --- float by way of double --------------------------------------------------------------------------
 
 #define TS_BY_DOUBLE_(name) \
   TS_FN float name(float x) { return (float)name((double)x); }
-TS_BY_DOUBLE_(ts_expm1)
 TS_BY_DOUBLE_(ts_log1p)
-TS_BY_DOUBLE_(ts_softplus)
 TS_BY_DOUBLE_(ts_sinh)
 TS_BY_DOUBLE_(ts_cosh)
 TS_BY_DOUBLE_(ts_asinh)
@@ -458,7 +506,6 @@ TS_BY_DOUBLE_(ts_atanh)
 TS_BY_DOUBLE_(ts_asin)
 TS_BY_DOUBLE_(ts_acos)
 TS_BY_DOUBLE_(ts_atan)
-TS_BY_DOUBLE_(ts_erfc)
 TS_FN float ts_atan2(float y, float x) { return (float)ts_atan2((double)y, (double)x); }
 
 // x^y = 2^(y log2|x|), in double: that has the 8 bits more that y log2|x| needs.
