@@ -54,6 +54,7 @@ class Row:
       note: why a figure is missing.
       read_us: as latency_us, with the outputs copied to the host (on a GPU, where that is another thing).
       memcpys: copies and fills on the GPU in one call; they are no kernels.
+      rounds_us: the mean time of a call, round by round.
       gpu_busy_us: time in which the GPU ran kernels or copies of one call.
     """
 
@@ -67,6 +68,7 @@ class Row:
     max_rel_error: float | None = None
     peak_bytes: int | None = None
     note: str = ""
+    rounds_us: list[float] = field(default_factory=list)
     read_us: float | None = None
     memcpys: int | None = None
     gpu_busy_us: float | None = None
@@ -270,6 +272,7 @@ def measure(workload: str, calls: dict[str, Call], *, rounds: int, round_s: floa
             rows[name].gpu_busy_us = traced.gpu_busy_us
             rows[name].memcpys = sum(k.calls for k in traced.kernels if k.kind == "copy")
     for name, times in interleave(good, rounds, round_s).items():
+        rows[name].rounds_us = [round(t * 1e6, 2) for t in times]
         rows[name].latency_us = statistics.median(times) * 1e6
         rows[name].min_us = min(times) * 1e6
     if tf.config.list_physical_devices("GPU"):
@@ -342,10 +345,18 @@ def _cpu_name() -> str:
 
 
 def ratio(rows: Sequence[Row], workload: str, system: str, base: str = "tensorflow") -> float | None:
-    """How many times faster ``system`` is than ``base``; None when one has no figure."""
-    found = {r.system: r.latency_us for r in rows if r.workload == workload}
+    """How many times faster ``system`` is than ``base``; None when one has no figure.
+
+    The median of the ratios of each round, which sees both systems at about the same moment: other work on the
+    machine, that comes and goes, moves it less than it moves the latencies.
+    """
+    found = {r.system: r for r in rows if r.workload == workload}
     a, b = found.get(system), found.get(base)
-    return b / a if a and b else None
+    if a is None or b is None or not a.latency_us or not b.latency_us:
+        return None
+    if a.rounds_us and len(a.rounds_us) == len(b.rounds_us):
+        return statistics.median(y / x for x, y in zip(a.rounds_us, b.rounds_us))
+    return b.latency_us / a.latency_us
 
 
 def table(rows: Sequence[Row], facts: dict[str, Any]) -> Table:

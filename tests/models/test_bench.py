@@ -11,6 +11,7 @@ import tensorflow as tf
 import tf_stitch
 from models import bench as models_bench
 from tf_stitch import bench
+from tf_stitch.errors import OptionError
 
 
 def test_max_rel_error() -> None:
@@ -83,6 +84,28 @@ def test_result_files(tmp_path: Path) -> None:
     assert [r["system"] for r in saved["rows"]] == ["tensorflow", "xla", "stitched"]
     assert {"cpu", "cores", "tensorflow", "commit", "date", "command"} <= set(saved["machine"])
     assert "2.00x" in text.read_text() and "Oops: no" in text.read_text()
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    rows = [bench.Row("w", "tensorflow", 20.0, rounds_us=[10.0, 20.0, 90.0]),
+            bench.Row("w", "stitched", 30.0, rounds_us=[5.0, 30.0, 45.0])]
+    assert bench.ratio(rows, "w", "stitched") == 2.0
+    assert bench.ratio(rows, "w", "tensorflow", "stitched") == 0.5
+
+
+def test_a_saved_model_on_all_systems(tmp_path: Path) -> None:
+    module = tf.Module()
+    module.scale = tf.Variable(2.0)
+    module.f = tf.function(lambda x: {"y": tf.nn.softmax(tf.tanh(x) * module.scale)},
+                           input_signature=[tf.TensorSpec([None, 8], tf.float32, "x")])
+    tf.saved_model.save(module, str(tmp_path / "m"), signatures={"serve": module.f})
+    rows = bench.bench_saved_model(str(tmp_path / "m"), signature="serve", batch=5, rounds=1)
+    assert [r.system for r in rows] == list(bench.SYSTEMS) and not any(r.note for r in rows)
+    assert all(r.max_rel_error is not None and r.max_rel_error < 1e-6 for r in rows)
+    with pytest.raises(OptionError, match="Unknown system tvm"):
+        bench.bench_saved_model(str(tmp_path / "m"), systems=["tvm"])
+    with pytest.raises(OptionError, match="no signature 'serving_default'"):
+        bench.bench_saved_model(str(tmp_path / "m"))
 
 
 def test_verdicts_name_what_is_slow_or_wrong() -> None:
