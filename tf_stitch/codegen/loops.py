@@ -98,9 +98,12 @@ class Loops:
             return 1
         ext = max(guess(self.box[self.lane][1]), 1)
         others = [d for d in self.loops if d != self.lane and d not in self.stage.folded]
-        rows = guess(D.product(self.box[d][1] for d in others))
-        lanes = min(1 << (ext - 1).bit_length(), target.lanes) if ext > 1 else 1
-        return target.threads if rows == 1 and ext > 2 * target.lanes else lanes
+        rows = max(guess(D.product(self.box[d][1] for d in others)), 1)
+        room = 1 << (ext - 1).bit_length()
+        if self.stage.kind == "fold" and self.lane in self.stage.folded:
+            return target.threads if rows == 1 and ext > 2 * target.lanes else min(room, target.lanes)
+        few = target.threads >> (rows - 1).bit_length()  # few rows: more threads for each
+        return min(room, max(few, target.lanes))
 
     # --- headers ------------------------------------------------------------------------------------
 
@@ -313,6 +316,9 @@ class Loops:
     def _fold_columns(self, rows: list[int], folded: list[int]) -> None:
         """An accumulator per lane; the folded dims run one after the other."""
         items = self._fold_items()
+        if self._splits(rows, folded, items):
+            self._fold_split(items, folded)
+            return
         with self.rows(rows, self.lanes), self._strip() as (span, slot):
             for _, fold, acc in items:
                 self._lane_array(fold.type, acc, fold.start, span, slot)
@@ -324,6 +330,29 @@ class Loops:
                 else:
                     self._take_lanes(items, span, slot)
             with self.lane_loop("", span):
+                for item, fold, acc in items:
+                    self._store_fold(item, fold, fold.result(f"{acc}[{slot}]", lane=True))
+
+    def _splits(self, rows: list[int], folded: list[int], items: Sequence[tuple[Item, Fold, str]]) -> bool:
+        """True when groups of threads that have no row of their own should share the folding."""
+        target = self.e.kernel.target
+        return (not target.is_host and not rows and bool(folded) and 2 * self.lanes <= target.threads
+                and self.lanes >= target.lanes // 2 and all(f.op == "sum" for _, f, _ in items))
+
+    def _fold_split(self, items: Sequence[tuple[Item, Fold, str]], folded: list[int]) -> None:
+        """Each group of threads folds every so many-th element; then the groups' sums are added."""
+        *outer, last = sorted(folded, key=lambda d: guess(self.box[d][1]))
+        with self._strip() as (span, slot):
+            for _, fold, acc in items:
+                self._lane_array(fold.type, acc, fold.start, span, slot)
+            with ExitStack() as stack:
+                for d in outer:
+                    stack.enter_context(self.serial(d))
+                stack.enter_context(self.serial(last, f"TS_SPLIT({self._range(last)}, {self.lanes})"))
+                self._take_lanes(items, span, slot)
+            for _, _, acc in items:
+                self.scopes.line(f"TS_GATHER_SUM({acc}, {self.lanes})")
+            with self.scopes.block(f"TS_ROWS0({self.lanes})"), self.lane_loop("", span):
                 for item, fold, acc in items:
                     self._store_fold(item, fold, fold.result(f"{acc}[{slot}]", lane=True))
 

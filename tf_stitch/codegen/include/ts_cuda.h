@@ -66,9 +66,15 @@
   if (const ts_idx i = (o) + ts_r / ((e1) * (e2) * (e3) * (e4)),                                            \
                    i1 = (o1) + ts_r / ((e2) * (e3) * (e4)) % (e1), i2 = (o2) + ts_r / ((e3) * (e4)) % (e2), \
                    i3 = (o3) + ts_r / (e4) % (e3), i4 = (o4) + ts_r % (e4); true)
-#define TS_SERIAL(i, off, ext) for (ts_idx i = (off); i < (off) + (ext); ++i)
+// Loops are unrolled a little: enough loads in flight, and a text of a hundred stages still compiles in seconds.
+#define TS_UNROLL_(n) _Pragma(#n)
+#define TS_SERIAL(i, off, ext) TS_UNROLL_(unroll 4) for (ts_idx i = (off); i < (off) + (ext); ++i)
+// One row: the groups of threads share a loop, and TS_GATHER_SUM adds up what their lanes have in a[0].
+#define TS_SPLIT(i, off, ext, L) \
+  TS_UNROLL_(unroll 4) for (ts_idx i = (off) + TS_GROUP_(L); i < (off) + (ext); i += TS_GROUPS_(L))
+#define TS_GATHER_SUM(a, L) a[0] = ts_gather_sum<L>(a[0]);
 #define TS_STEPS(t, off, ext, step) for (ts_idx t = (off); t < (off) + (ext); t += (step))
-#define TS_LANES(i, off, ext, L) for (ts_idx i = (off) + TS_LANE_(L); i < (off) + (ext); i += (L))
+#define TS_LANES(i, off, ext, L) TS_UNROLL_(unroll 4) for (ts_idx i = (off) + TS_LANE_(L); i < (off) + (ext); i += (L))
 #define TS_LANES_FOLD(i, off, ext, L, ...) TS_LANES(i, off, ext, L)
 #define TS_ONE(L) if (TS_LANE_(L) == 0)
 
@@ -98,6 +104,19 @@ __device__ __forceinline__ T ts_join(T x, F f) {
 #pragma unroll
     for (int w = 1; w < TS_THREADS / 32; ++w) x = f(x, parts[w]);
     __syncthreads();
+  }
+  return x;
+}
+// The sum over all groups of L threads of the block, lane by lane, for the first group.  All threads come here.
+template <int L, class T>
+__device__ __forceinline__ T ts_gather_sum(T x) {
+  __shared__ T parts[TS_THREADS];
+  __syncthreads();
+  parts[threadIdx.x] = x;
+  __syncthreads();
+  if (threadIdx.x < L) {
+#pragma unroll
+    for (int k = L; k < TS_THREADS; k += L) x += parts[threadIdx.x + k];
   }
   return x;
 }

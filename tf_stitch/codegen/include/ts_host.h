@@ -37,6 +37,7 @@ struct ts_problem {
 #define TS_ROWS5(i, o, e, i1, o1, e1, i2, o2, e2, i3, o3, e3, i4, o4, e4, L) \
   TS_FOR_(i, o, e) TS_ROWS4(i1, o1, e1, i2, o2, e2, i3, o3, e3, i4, o4, e4, L)
 #define TS_SERIAL(i, off, ext) TS_FOR_(i, off, ext)
+#define TS_SPLIT(i, off, ext, L) TS_FOR_(i, off, ext)
 #define TS_STEPS(t, off, ext, step) for (ts_idx t = (off); t < (off) + (ext); t += (step))
 #define TS_LANES(i, off, ext, L) TS_PRAGMA_(omp simd) TS_FOR_(i, off, ext)
 #define TS_LANES_FOLD(i, off, ext, L, ...) TS_PRAGMA_(omp simd __VA_ARGS__) TS_FOR_(i, off, ext)
@@ -47,6 +48,7 @@ struct ts_problem {
 #define TS_STRIP_ROOM(L) 256
 #define TS_SLOT(i, t) ((i) - (t))
 
+#define TS_GATHER_SUM(a, L)
 #define TS_BARRIER
 #define TS_JOIN_SUM(x, L) (x)
 #define TS_JOIN_PROD(x, L) (x)
