@@ -11,6 +11,7 @@ from tests.graph.support import v1
 from tf_stitch.graph import lower
 from tf_stitch.graph.importer import import_cluster
 from tf_stitch.graph.view import GraphView
+from tf_stitch.ir import interp
 
 
 def concrete(fn, *specs, **kwargs):
@@ -117,6 +118,21 @@ def test_nested_lowered_loops():
                if view[name].op in ("Merge", "Switch", "Exit"))
 
 
+def run_popped_sum(view: GraphView, sums) -> None:
+    """A gradient's sum whose axes follow from shapes that come out of tensor lists: imported with guards on them."""
+    def popped(n):
+        axes = view[n.inputs[1][0]]
+        return all(view[name].op == "TensorListPopBack" for name, _ in axes.inputs)
+
+    total = next(n for n in sums if popped(n))
+    axes = view[total.inputs[1][0]]
+    ir = import_cluster(view, [axes.name, total.name], [total.inputs[0], *axes.inputs], [(total.name, 0)])
+    rows, wide = np.arange(15, dtype=np.float32).reshape(5, 3), np.array([5, 3], np.int32)
+    np.testing.assert_array_equal(interp.run(ir, [rows, wide, wide])[0], rows)
+    with pytest.raises(ValueError):
+        interp.run(ir, [rows, np.array([1, 3], np.int32), wide])
+
+
 def test_gradient_of_a_lowered_loop_has_shapes():
     """The forward loop hands its results to the gradient in tensor lists that do not say what they hold."""
     def loss(x, w):
@@ -132,6 +148,7 @@ def test_gradient_of_a_lowered_loop_has_shapes():
     assert all(view.shape(ref) is not None for ref in floats)
     sums = [n for n in view if n.op == "Sum" and view[n.inputs[1][0]].op == "BroadcastGradientArgs"]
     assert sums and all(lower.why_not(view, n) is None for n in sums)
+    run_popped_sum(view, sums)
     tanh_grad = next(n for n in view if n.op == "TanhGrad")
     assert view.shape((tanh_grad.name, 0)) == (None, 3)
 
@@ -202,8 +219,6 @@ def test_grappler_arguments():
     assert view.shape(("m", 0)) == (None, 2) and view.shape(("u", 0)) == (None, 2)
     assert view["m"].attr("fused_ops") == ["BiasAdd", "Relu"]
     ir = import_cluster(view, ["w", "b", "m", "u"], [("x", 0)], [("u", 0)])
-    from tf_stitch.ir import interp
-
     x = np.arange(12, dtype=np.float32).reshape(3, 4) - 5
     want = -np.exp(np.maximum(x @ np.ones((4, 2), np.float32) + 1, 0))
     np.testing.assert_allclose(interp.run(ir, [x])[0], want, rtol=1e-5)
