@@ -9,7 +9,10 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.graph.support import case, run_cases
+from tests.graph.support import case, imported, run_cases
+from tf_stitch.errors import ImportFailed
+from tf_stitch.graph.view import GraphView
+from tf_stitch.ir import interp
 
 raw = tf.raw_ops
 
@@ -266,3 +269,21 @@ def test_selection_and_casts():
     cases.append(case(lambda t: tf.bitcast(t, tf.int32), x))
     cases.append(case(lambda t: tf.bitcast(t, tf.float16), np.array([1, 15360], np.int16)))
     assert run_cases(cases).compared == len(cases)
+
+
+def test_a_band_wider_than_the_matrix_is_refused_as_tensorflow_does():
+    with tf.Graph().as_default() as graph:
+        known, unknown = tf.compat.v1.placeholder(tf.float32, [3, 3]), tf.compat.v1.placeholder(tf.float32, [None, 3])
+        width = tf.compat.v1.placeholder(tf.int32, [])
+        made = [tf.linalg.band_part(known, 4, 0), tf.linalg.band_part(unknown, 2, width)]
+    view = GraphView(graph.as_graph_def())
+    with pytest.raises(ImportFailed, match="inside the matrix"):
+        imported(view, made[:1])
+    ir, _ = imported(view, made[1:])
+    x = ramp(3, 3)
+    for at in (-1, 0, 3):
+        (got,) = interp.run(ir, [x, np.array(at, np.int32)])
+        np.testing.assert_array_equal(got, tf.linalg.band_part(x, 2, at))
+    for bad in [(ramp(1, 3), 0), (x, 4)]:
+        with pytest.raises(interp.GuardFailed, match="inside the matrix"):
+            interp.run(ir, [bad[0], np.array(bad[1], np.int32)])

@@ -506,17 +506,20 @@ def _row_and_column(c: Context, rows: Dim, columns: Dim) -> tuple[Node, Node]:
     return c.b.iota((rows, 1), 0, "int64"), c.b.iota((1, columns), 1, "int64")
 
 
-@lower("MatrixBandPart")
-def matrix_band_part(c: Context, x: Node, lower_: Node, upper: Node) -> Node:
-    row, column = _row_and_column(c, *x.shape[-2:])
-    below = _band(c, c.b.ew("sub", row, column), c.b.cast(lower_, "int64"))
-    above = _band(c, c.b.ew("sub", column, row), c.b.cast(upper, "int64"))
+@lower("MatrixBandPart", values=(1, 2))
+def matrix_band_part(c: Context, x: Node, lower_: np.ndarray, upper: np.ndarray) -> Node:
+    rows, columns = x.shape[-2:]
+    row, column = _row_and_column(c, rows, columns)
+    below = _band(c, c.b.ew("sub", row, column), lower_.reshape(-1)[0], rows)
+    above = _band(c, c.b.ew("sub", column, row), upper.reshape(-1)[0], columns)
     return c.b.select(c.b.ew("bit_and", below, above), x, c.b.const(0, x.dtype))
 
 
-def _band(c: Context, distance: Node, width: Node) -> Node:
-    """Inside the band; a negative width keeps all."""
-    return c.b.ew("bit_or", c.b.ew("lt", width, c.b.const(0, "int64")), c.b.ew("le", distance, width))
+def _band(c: Context, distance: Node, width: Dim, size: Dim) -> Node:
+    """Inside the band; a negative width keeps all, one larger than the dim is an error in TensorFlow."""
+    c.b.require("le", width, size, f"{c.node.name}: a band is inside the matrix")
+    at = c.dim_scalar(c.b.resolve(width), "int64")
+    return c.b.ew("bit_or", c.b.ew("lt", at, c.b.const(0, "int64")), c.b.ew("le", distance, at))
 
 
 def _main_diagonal(view: GraphView, node: NodeView) -> str | None:
