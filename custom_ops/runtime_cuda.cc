@@ -5,6 +5,8 @@
 #include <climits>
 #include <utility>
 
+#include "counters.h"
+
 namespace tf_stitch {
 namespace {
 
@@ -182,6 +184,7 @@ std::string CudaPlan::Run(void* const* memory, void* workspace, cuda::Stream str
       *note = error;
     }
     if (usable) {
+      ++GlobalCounters().graph_launches;
       cuda::Result result = driver.GraphLaunch(instances_.front().exec, stream);
       return result ? Failed(driver, result, "launching the graph of '" + program_.name + "'") : "";
     }
@@ -222,6 +225,7 @@ std::string CudaPlan::Readdress(const std::vector<void*>& memory, bool* usable) 
     return "";
   }
   instances_.splice(instances_.begin(), instances_, std::prev(instances_.end()));
+  ++GlobalCounters().graph_updates;
   return Update(&instances_.front(), memory);
 }
 
@@ -310,6 +314,7 @@ std::string CudaPlan::NewInstance(const std::vector<void*>& memory) {
   cuda::Result result = driver.GraphInstantiate(&exec, graph_, 0);
   if (result) return Failed(driver, result, "instantiating a graph");
   g_graph_nodes += static_cast<int64_t>(nodes_.size());
+  ++GlobalCounters().graph_instances;
   instances_.push_front({graph_memory_, exec});
   return Update(&instances_.front(), memory);
 }

@@ -124,6 +124,14 @@ void tf_stitch_counters(int64_t* out) {
   out[3] = c.loads;
 }
 
+// Sets out[0..2] to: CUDA graphs launched, made, given other addresses.
+void tf_stitch_graph_counters(int64_t* out) {
+  const tf_stitch::Counters& c = tf_stitch::GlobalCounters();
+  out[0] = c.graph_launches;
+  out[1] = c.graph_instances;
+  out[2] = c.graph_updates;
+}
+
 // The code target that this processor runs best.
 const char* tf_stitch_host_target() { return tf_stitch::HostTargets().front().c_str(); }
 

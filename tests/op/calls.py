@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 
 from tf_stitch import runtime
 from tf_stitch.program import serialize
@@ -23,10 +24,11 @@ def specs_of(program: Program) -> list[tf.TensorSpec]:
             for b in program.of_kind("input")]
 
 
-def stitched(program: Program | bytes, fn: Callable, like: Program | None = None, shapes: bool = True) -> Callable:
+def stitched(program: Program | bytes, fn: Callable, like: Program | None = None, shapes: bool = True,
+             hostmem: Sequence[int] = ()) -> Callable:
     """A Python function that adds a StitchedProgram node; ``fn`` is what it falls back to.
 
-    ``like`` gives the types when ``program`` is bytes.
+    ``like`` gives the types when ``program`` is bytes.  ``hostmem``: inputs that a GPU finds in host memory.
     """
     like = like or program
     data = program if isinstance(program, bytes) else serialize.dumps(program)
@@ -40,6 +42,9 @@ def stitched(program: Program | bytes, fn: Callable, like: Program | None = None
         results = runtime.load().stitched_program(
             args=list(args), Tout=[tf.as_dtype(b.dtype) for b in outputs], program=data, fallback=function,
             output_shapes=output_shapes if shapes else [])
+        if hostmem:
+            positions = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=hostmem))
+            results[0].op._set_attr("_input_hostmem", positions)
         return results if len(results) > 1 else results[0]
 
     return call

@@ -1,0 +1,293 @@
+// Runs programs with the GPU runtime over a stand-in for the CUDA driver, whose kernels are host functions and whose
+// graphs run in a random order that their edges allow.  Replayed results must equal launched ones bit for bit.
+//
+//   replay_graphs SEED FILE...     the files hold programs over float32 [n, n], with code for sm_90
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../custom_ops/counters.h"
+#include "../../custom_ops/runtime_cuda.h"
+
+namespace tf_stitch::cuda {
+
+struct FunctionTag {
+  size_t words;
+  void (*run)(const uint64_t*);
+};
+struct Node {
+  FunctionTag* function = nullptr;
+  std::vector<uint64_t> words;
+  std::vector<size_t> after;
+  std::vector<Node> child;
+};
+struct GraphNodeTag {
+  size_t index;
+};
+struct GraphTag {
+  std::vector<Node> nodes;
+  std::vector<std::unique_ptr<GraphNodeTag>> handles;
+};
+struct GraphExecTag : GraphTag {};
+struct StreamTag {
+  GraphTag* captured = nullptr;
+};
+
+namespace {
+
+std::mutex g_mu;
+std::mt19937_64 g_rng;
+int g_alive = 0;  // graphs, instances and streams that nobody destroyed
+
+float* At(uint64_t address) { return reinterpret_cast<float*>(address); }
+
+FunctionTag g_axpb{4, [](const uint64_t* w) {
+                     for (uint64_t i = 0; i < w[2]; ++i) At(w[1])[i] = 2 * At(w[0])[i] + 1;
+                   }};
+FunctionTag g_mul{5, [](const uint64_t* w) {
+                    for (uint64_t i = 0; i < w[3]; ++i) At(w[2])[i] = At(w[0])[i] * At(w[1])[i];
+                  }};
+FunctionTag g_matmul{4, [](const uint64_t* w) {
+                       uint64_t n = w[3];
+                       for (uint64_t i = 0; i < n * n; ++i) {
+                         float sum = 0;
+                         for (uint64_t k = 0; k < n; ++k) sum += At(w[0])[i / n * n + k] * At(w[1])[k * n + i % n];
+                         At(w[2])[i] = sum;
+                       }
+                     }};
+
+void RunNodes(const std::vector<Node>& nodes) {
+  std::vector<bool> done(nodes.size(), false);
+  for (size_t left = nodes.size(); left; --left) {
+    std::vector<size_t> ready;
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      bool can = !done[i];
+      for (size_t j : nodes[i].after) can = can && done[j];
+      if (can) ready.push_back(i);
+    }
+    size_t i = ready[g_rng() % ready.size()];
+    if (nodes[i].function) nodes[i].function->run(nodes[i].words.data());
+    RunNodes(nodes[i].child);
+    done[i] = true;
+  }
+}
+
+void Take(Node* node, FunctionTag* function, void** parameters) {
+  const auto* words = static_cast<const uint64_t*>(parameters[0]);
+  node->function = function;
+  node->words.assign(words, words + function->words);
+}
+
+void Enqueue(Stream stream, Node node) {
+  if (stream && stream->captured) {
+    stream->captured->nodes.push_back(std::move(node));
+  } else {
+    RunNodes({node});
+  }
+}
+
+std::vector<size_t> Indices(const GraphNode* after, size_t count) {
+  std::vector<size_t> out;
+  for (size_t i = 0; i < count; ++i) out.push_back(after[i]->index);
+  return out;
+}
+
+Result AddNode(GraphNode* out, Graph graph, Node node) {
+  graph->handles.push_back(std::make_unique<GraphNodeTag>(GraphNodeTag{graph->nodes.size()}));
+  *out = graph->handles.back().get();
+  graph->nodes.push_back(std::move(node));
+  return 0;
+}
+
+Driver Make() {
+  Driver d{};
+  d.GetErrorName = [](Result, const char** s) { return *s = "CUDA_ERROR_FAKE", 0; };
+  d.GetErrorString = [](Result, const char** s) { return *s = "fake", 0; };
+  d.CtxPushCurrent = [](Context) { return 0; };
+  d.CtxPopCurrent = [](Context*) { return 0; };
+  d.CtxGetDevice = [](Device* x) { return *x = 0, 0; };
+  d.CtxSynchronize = [] { return 0; };
+  d.DeviceGetAttribute = [](int* value, int what, Device) {
+    return *value = what == kComputeCapabilityMajor ? 9 : what == kComputeCapabilityMinor ? 0 : 232448, 0;
+  };
+  d.ModuleLoadDataEx = [](Module*, const void* bytes, unsigned, int*, void**) {
+    return memcmp(bytes, "fake", 4) ? 200 : 0;
+  };
+  d.ModuleUnload = [](Module) { return 0; };
+  d.ModuleGetFunction = [](Function* f, Module, const char* name) {
+    *f = !strcmp(name, "t_axpb") ? &g_axpb : !strcmp(name, "t_mul") ? &g_mul : nullptr;
+    return *f ? 0 : 500;
+  };
+  d.FuncGetAttribute = [](int* value, int, Function) { return *value = 0, 0; };
+  d.FuncSetAttribute = [](Function, int, int) { return 0; };
+  d.LaunchKernel = [](Function f, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream stream,
+                      void** parameters, void**) {
+    std::lock_guard<std::mutex> lock(g_mu);
+    Node node;
+    Take(&node, f, parameters);
+    return Enqueue(stream, std::move(node)), 0;
+  };
+  d.StreamCreate = [](Stream* s, unsigned) { return *s = new StreamTag, ++g_alive, 0; };
+  d.StreamDestroy = [](Stream s) { return delete s, --g_alive, 0; };
+  d.StreamIsCapturing = [](Stream s, int* out) { return *out = s->captured != nullptr, 0; };
+  d.StreamBeginCapture = [](Stream s, int) { return s->captured = new GraphTag, ++g_alive, 0; };
+  d.StreamEndCapture = [](Stream s, Graph* g) { return *g = s->captured, s->captured = nullptr, 0; };
+  d.GraphCreate = [](Graph* g, unsigned) { return *g = new GraphTag, ++g_alive, 0; };
+  d.GraphDestroy = [](Graph g) { return delete g, --g_alive, 0; };
+  d.GraphAddKernelNode = [](GraphNode* out, Graph g, const GraphNode* after, size_t n, const KernelNodeParams* p) {
+    Node node;
+    node.after = Indices(after, n);
+    Take(&node, p->func, p->kernel_params);
+    return AddNode(out, g, std::move(node));
+  };
+  d.GraphAddChildGraphNode = [](GraphNode* out, Graph g, const GraphNode* after, size_t n, Graph child) {
+    Node node;
+    node.after = Indices(after, n);
+    node.child = child->nodes;
+    return AddNode(out, g, std::move(node));
+  };
+  d.GraphInstantiate = [](GraphExec* e, Graph g, unsigned long long) {
+    *e = new GraphExecTag;
+    (*e)->nodes = g->nodes;
+    return ++g_alive, 0;
+  };
+  d.GraphExecKernelNodeSetParams = [](GraphExec e, GraphNode node, const KernelNodeParams* p) {
+    return Take(&e->nodes[node->index], p->func, p->kernel_params), 0;
+  };
+  d.GraphExecChildGraphNodeSetParams = [](GraphExec e, GraphNode node, Graph child) {
+    return e->nodes[node->index].child = child->nodes, 0;
+  };
+  d.GraphExecDestroy = [](GraphExec e) { return delete e, --g_alive, 0; };
+  d.GraphLaunch = [](GraphExec e, Stream) {
+    std::lock_guard<std::mutex> lock(g_mu);
+    return RunNodes(e->nodes), 0;
+  };
+  return d;
+}
+
+}  // namespace
+
+const Driver* LoadDriver(std::string*) {
+  static const Driver driver = Make();
+  return &driver;
+}
+std::string Describe(const Driver&, Result) { return "CUDA_ERROR_FAKE (fake)"; }
+
+// A product of [n, n] matrices that writes all over its workspace.
+struct Matmul::Impl {
+  uint64_t n;
+};
+Matmul::Matmul() : impl_(std::make_unique<Impl>()) {}
+Matmul::~Matmul() = default;
+std::shared_ptr<const Matmul> Matmul::Get(const MatmulShape& shape, std::string*) {
+  std::shared_ptr<Matmul> out(new Matmul);
+  out->impl_->n = static_cast<uint64_t>(shape.n);
+  return out;
+}
+size_t Matmul::workspace_bytes() const { return 64; }
+std::string Matmul::Run(const void* lhs, const void* rhs, const void*, void* out, void* workspace,
+                        Stream stream) const {
+  memset(workspace, 7, 64);
+  uint64_t words[] = {reinterpret_cast<uint64_t>(lhs), reinterpret_cast<uint64_t>(rhs), reinterpret_cast<uint64_t>(out),
+                      impl_->n};
+  Node node;
+  void* parameters[] = {words};
+  Take(&node, &g_matmul, parameters);
+  std::lock_guard<std::mutex> lock(g_mu);
+  Enqueue(stream, std::move(node));
+  return "";
+}
+
+}  // namespace tf_stitch::cuda
+
+namespace {
+
+using namespace tf_stitch;
+
+// A run's memory, as the op lays it out.
+struct Memory {
+  Memory(const Program& p, const Plan& plan, const CudaPlan& ready, std::mt19937_64* rng)
+      : outputs(p.outputs.size()), arena(static_cast<size_t>(plan.arena_bytes + ready.workspace_bytes()) + 1) {
+    for (size_t i = 0; i < p.inputs.size(); ++i) {
+      inputs.emplace_back(static_cast<size_t>(plan.buffer_bytes[p.inputs[i]]) / 4 + 1);
+      for (float& f : inputs.back()) f = static_cast<float>((*rng)() % 5) / 4;
+    }
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      outputs[i].resize(static_cast<size_t>(plan.buffer_bytes[p.outputs[i]]) / 4 + 1);
+    }
+    for (const Buffer& b : p.buffers) {
+      size_t id = static_cast<size_t>(&b - p.buffers.data());
+      addresses.push_back(b.backing == Backing::kInput    ? static_cast<void*>(inputs[b.backing_index].data())
+                          : b.backing == Backing::kOutput ? static_cast<void*>(outputs[b.backing_index].data())
+                                                          : arena.data() + plan.arena_offset[id]);
+    }
+    workspace = arena.data() + plan.arena_bytes;
+  }
+  std::vector<std::vector<float>> inputs, outputs;
+  std::vector<char> arena;
+  std::vector<void*> addresses;
+  void* workspace;
+};
+
+void Must(bool good, const std::string& what) {
+  if (good) return;
+  fprintf(stderr, "%s\n", what.c_str());
+  exit(1);
+}
+
+// Runs with the same and with other addresses; both ways must agree.
+void Check(const Program& program, const Plan& plan, CudaPlan* ready, uint64_t seed) {
+  std::mt19937_64 rng(seed);
+  cuda::StreamTag stream;
+  std::vector<std::unique_ptr<Memory>> memories;
+  for (int run = 0; run < 60; ++run) {
+    if (run < 12 || rng() % 3 == 0) memories.push_back(std::make_unique<Memory>(program, plan, *ready, &rng));
+    Memory& memory = *memories[memories.size() - 1 - rng() % std::min<size_t>(memories.size(), 1 + run / 10)];
+    for (auto& x : memory.inputs) {
+      for (float& f : x) f = static_cast<float>(rng() % 5) / 4;
+    }
+    std::string note;
+    std::string error = ready->Run(memory.addresses.data(), memory.workspace, &stream, false, nullptr, &note);
+    auto launched = memory.outputs;
+    for (auto& x : memory.outputs) x.assign(x.size(), -1);
+    error += ready->Run(memory.addresses.data(), memory.workspace, &stream, true, nullptr, &note);
+    Must(error.empty() && note.empty(), error + note);
+    for (size_t i = 0; i < launched.size(); ++i) {
+      Must(!memcmp(launched[i].data(), memory.outputs[i].data(), (launched[i].size() - 1) * 4), "replay differs");
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  uint64_t seed = strtoull(argv[1], nullptr, 10);
+  for (int i = 2; i < argc; ++i) {
+    std::ifstream file(argv[i], std::ios::binary);
+    std::string data(std::istreambuf_iterator<char>(file), {}), error;
+    Program program;
+    Must(ParseProgram(data, &program, &error), error);
+    std::shared_ptr<CudaCode> code = CudaCode::Load(program, nullptr, &error);
+    Must(code != nullptr, error);
+    for (int64_t n : {3, 0, 9, 20}) {
+      auto plan = MakePlan(program, Signature(2 * program.inputs.size(), n));
+      Must(plan->usable, plan->why_not);
+      plan->extra = std::make_unique<CudaPlan>(program, *plan, code, false);
+      auto* ready = static_cast<CudaPlan*>(plan->extra.get());
+      Must(ready->error().empty(), ready->error());
+      std::vector<std::thread> threads;
+      for (uint64_t t = 0; t < 3; ++t) threads.emplace_back([&, t] { Check(program, *plan, ready, seed + 9 * t); });
+      for (auto& t : threads) t.join();
+    }
+  }
+  Must(cuda::g_alive == 0, "graphs or streams are left over");
+  const Counters& c = GlobalCounters();
+  printf("%lld launched, %lld made, %lld updated\n", static_cast<long long>(c.graph_launches),
+         static_cast<long long>(c.graph_instances), static_cast<long long>(c.graph_updates));
+}
