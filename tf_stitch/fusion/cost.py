@@ -35,13 +35,17 @@ class Machine:
     cache_bandwidth: float  # bytes per ns and core for what the previous kernel left in the cache
     cache_bytes: float  # a tensor up to this size passes between kernels through the cache
     op_time: Mapping[int, float]  # cost class -> ns per element and core
+    product_time: float  # ns per multiply-add of a product and core
+    blocks_share: bool = True  # what no block differs in is done once per call, not in every block
+    library_rate: float = 0.0  # multiply-adds per ns of the matrix library
 
 
 MACHINES = {
     "host": Machine(launch=3000, core_bandwidth=10, total_bandwidth=80, cache_bandwidth=30,
-                    cache_bytes=1 << 20, op_time={0: 0.02, CHEAP: 0.08, EXPENSIVE: 0.8}),
+                    cache_bytes=1 << 20, op_time={0: 0.02, CHEAP: 0.08, EXPENSIVE: 0.8}, product_time=0.08),
     "cuda": Machine(launch=2500, core_bandwidth=35, total_bandwidth=4000, cache_bandwidth=60,
-                    cache_bytes=20 << 20, op_time={0: 0.005, CHEAP: 0.01, EXPENSIVE: 0.08}),
+                    cache_bytes=20 << 20, op_time={0: 0.005, CHEAP: 0.01, EXPENSIVE: 0.08},
+                    product_time=0.04, blocks_share=False, library_rate=8000),
 }
 
 
@@ -86,6 +90,8 @@ def evaluations(node: Node, env: Mapping[str, int]) -> int:
 
 def element_ns(node: Node, machine: Machine) -> float:
     """Time of one evaluation on one core."""
+    if node.op == "dot":
+        return machine.product_time
     return machine.op_time.get(CHEAP if node.op in ACCUMULATING else OPS[node.op].cost, machine.op_time[CHEAP])
 
 
@@ -125,9 +131,10 @@ def _part_loads(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, i
         box = [min(size, value_of(extent, env)) for size, (_, extent) in zip(sizes, stage.box, strict=True)]
         once = math.prod(sizes)
         sharing = max(1, blocks // math.prod(counts[k] for k in stage.once))
-        done = math.prod(box) * (1 if stage.hoisted else sharing)
+        per_call = stage.hoisted and machine.blocks_share
+        done = math.prod(box) * (1 if per_call else blocks if stage.hoisted else sharing)
         ns = max(1.0, done / once) * _once_ns(stage, once, stop, machine, env) if once else 0.0
-        if stage.hoisted:
+        if per_call:
             serial += ns  # every call does it, whatever its share of the blocks
         else:
             work[sharing] = work.get(sharing, 0.0) + ns
@@ -219,6 +226,11 @@ class CostModel:
         if size <= m.cache_bytes:
             return size / (m.cache_bandwidth * busy)
         return size / min(m.core_bandwidth * busy, m.total_bandwidth)
+
+    def library_ns(self, work: Dim) -> float:
+        """Time of a library's product of ``work`` multiply-adds, in the units of Estimate."""
+        each = [value_of(work, env) / self.machine.library_rate for env in self.envs]
+        return self.launches_ns + len(self.cores) * sum(each)
 
     def copy_ns(self, nodes: Iterable[Node]) -> float:
         """Time to compute ``nodes`` once more, on one core, in the units of Estimate."""

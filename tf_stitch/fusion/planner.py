@@ -120,7 +120,7 @@ class Planner:
         group = self.parts.group(nodes)
         call = library.match(group.nodes, group.outputs, self.target) if self.uses_library else None
         if call is not None:
-            return Planned(group, call, self.model.launches_ns, 0.0)  # what it takes does not depend on the plan
+            return Planned(group, call, self.model.library_ns(D.product(call.dims)), 0.0)
         try:
             scheduled = self.build(group, self.target)
         except Unschedulable:

@@ -195,7 +195,8 @@ class Attempt:
             per, loads = self._stage_weight(s, env)
             volume = D.product(e for _, e in s.box)
             work = _number(volume, env) * (per + loads) + STAGE_OVERHEAD
-            block, once = (block, once + work) if s.hoisted else (block + work, once)
+            hoisted = s.hoisted and self.target.is_host  # on a GPU every block does it
+            block, once = (block, once + work) if hoisted else (block + work, once)
             least += guess(D.product(s.shape)) * per
             cost = cost + D.substitute(volume, env) * per
         blocks = guess(self.blocks)
