@@ -10,6 +10,9 @@ Control edges count as paths.  The method, in two steps:
    that depth.  Taking whole components therefore never closes a cycle, however many are taken at once.
 2. Neighbouring clusters of different depth are merged when an exact reachability test (one bit set per
    node) shows that no path runs between them outside.
+3. What is left too small for an op of its own joins a cluster beside it, when neither waits for the other:
+   one that reads the same tensor or feeds the same node, at the same depth; a few integers (a loop's counter)
+   join at any depth.
 
 Shape arithmetic (Shape, StridedSlice of it, Pack ...) and small constants are no members: they are copied
 into each cluster that reads them, so that a cluster sees them symbolically; the originals stay while
@@ -20,12 +23,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..ir.dtypes import DTYPES
 from ..options import Options
 from . import devices, lower
-from .control import CONTROL_FLOW, ENTER, Context, Flow, contexts, is_back_edge
-from .view import GraphView, NodeView
+from .control import CONTROL_FLOW, ENTER, NEXT, Context, Flow, contexts, is_back_edge
+from .view import GraphView, NodeView, op_def
 
 Tensor = tuple[str, int]
 
@@ -56,6 +60,7 @@ class NodeInfo:
     small_integer: bool = False  # every output is a small integer or boolean tensor
     symbolic: bool = False       # can be copied as shape arithmetic when all it reads is
     computes: bool = True        # does work: neither plumbing nor metadata
+    pure: bool = False           # need not run when nothing reads it
     frame_name: str = ""
 
 
@@ -151,7 +156,12 @@ def _describe(view: GraphView, n: NodeView, options: Options) -> NodeInfo:
         small_const=lower.is_literal(view, n),
         small_integer=all(_is_small_integer(view, (n.name, p)) for p in range(outputs)),
         symbolic=n.op in lower.SYMBOLIC or n.op == "BroadcastGradientArgs",
-        computes=computes, frame_name=n.attr("frame_name", "") if n.op in ENTER else "")
+        computes=computes, pure=_is_pure(n), frame_name=n.attr("frame_name", "") if n.op in ENTER else "")
+
+
+def _is_pure(n: NodeView) -> bool:
+    signature = op_def(n.op)
+    return not (n.is_arg or n.op in PLUMBING - {"Const"} or signature is None or signature.is_stateful)
 
 
 def _why_not(view: GraphView, n: NodeView, options: Options) -> str | None:
@@ -180,14 +190,18 @@ def _is_small_integer(view: GraphView, ref: Tensor) -> bool:
 
 
 def find(infos: Sequence[NodeInfo], options: Options, keep: Iterable[str] = (), read: Iterable[Tensor] = (),
-         pinned: Iterable[str] = ()) -> Found:
+         pinned: Iterable[str] = (), prune: bool = False) -> Found:
     """Clusters of a graph.
 
     ``keep`` names nodes whose every output must exist afterwards; ``read`` lists tensors that are read
-    from outside the graph (a function's results); ``pinned`` names nodes that must run.
+    from outside the graph (a function's results); ``pinned`` names nodes that must run.  ``prune`` removes what
+    nothing of that needs, as TensorFlow does before it runs a function.
     """
-    net = _Net(infos, frozenset(keep), frozenset(read), frozenset(pinned))
-    groups = _merge_neighbours(net, _components(net))
+    keep, read, pinned = frozenset(keep), frozenset(read), frozenset(pinned)
+    dead = _dead(infos, keep | pinned | {n for n, _ in read}) if prune else frozenset()
+    infos = [i for i in infos if i.name not in dead]
+    net = _Net(infos, keep, read, pinned)
+    groups = _merge(net, *_components(net), options.min_ops)
     reasons: dict[str, str] = {}
     kept: list[list[str]] = []
     for group in groups:
@@ -200,7 +214,20 @@ def find(infos: Sequence[NodeInfo], options: Options, keep: Iterable[str] = (), 
     covered = {n for c in clusters for n in c.nodes}
     left = [LeftOut(i.name, i.op, i.why or reasons.get(i.name, "it computes only a shape that TensorFlow's ops read"))
             for i in net.order if i.name not in covered and i.computes]
-    return Found(clusters, left, frozenset(net.by_name) - live)  # a shape that nothing reads any more goes too
+    return Found(clusters, left, dead | (frozenset(net.by_name) - live))  # a shape that nothing reads any more goes too
+
+
+def _dead(infos: Sequence[NodeInfo], needed: Iterable[str]) -> frozenset[str]:
+    """Nodes without side effects that none of ``needed`` depends on."""
+    by_name = {i.name: i for i in infos}
+    live: set[str] = set()
+    stack = [*needed, *(i.name for i in infos if not i.pure)]
+    while stack:
+        name = stack.pop()
+        if name in by_name and name not in live:
+            live.add(name)
+            stack.extend((*(src for src, _ in by_name[name].inputs), *by_name[name].controls))
+    return frozenset(by_name) - live
 
 
 @dataclass
@@ -332,8 +359,8 @@ class _Sets:
         self.parent[self.find(b)] = self.find(a)
 
 
-def _components(net: _Net) -> list[list[str]]:
-    """Step 1: connected members of equal depth."""
+def _components(net: _Net) -> tuple[list[list[str]], dict[str, int]]:
+    """Step 1: connected members of equal depth; and the depths."""
     depth: dict[str, int] = {}
     sets = _Sets(n for n in net.by_name if n in net.member)
     for i in net.order:
@@ -348,15 +375,15 @@ def _components(net: _Net) -> list[list[str]]:
     for i in net.order:
         if i.name in net.member:
             groups.setdefault(sets.find(i.name), []).append(i.name)
-    return list(groups.values())
+    return list(groups.values()), depth
 
 
 def _is_break(net: _Net, a: str, b: str) -> bool:
     return a not in net.member or b not in net.member or net.key(a) != net.key(b)
 
 
-def _merge_neighbours(net: _Net, groups: list[list[str]]) -> list[list[str]]:
-    """Step 2: greedy merging along edges, with exact reachability."""
+def _merge(net: _Net, groups: list[list[str]], depth: Mapping[str, int], min_ops: int) -> list[list[str]]:
+    """Steps 2 and 3: greedy merging along edges, then of what is too small, with exact reachability."""
     unit_of: dict[str, int] = {}
     for k, group in enumerate(groups):
         unit_of.update(dict.fromkeys(group, k))
@@ -374,7 +401,42 @@ def _merge_neighbours(net: _Net, groups: list[list[str]]) -> list[list[str]]:
     merged: dict[int, list[str]] = {}
     for k, group in enumerate(groups):
         merged.setdefault(_root(owner, k), []).extend(group)
+    _adopt(net, graph, merged, depth, min_ops)
     return [sorted(g, key=net.position.__getitem__) for g in merged.values()]
+
+
+def _adopt(net: _Net, graph: _UnitGraph, groups: dict[int, list[str]], depth: Mapping[str, int], min_ops: int) -> None:
+    """Step 3: puts groups of fewer than ``min_ops`` compute ops into groups beside them that are large enough."""
+    work = {u: sum(net.by_name[n].computes for n in group) for u, group in groups.items()}
+    touching = {u: _touching(net, group) for u, group in groups.items()}
+    beside: dict[Any, list[int]] = {}
+    for u, things in touching.items():
+        for thing in things if work[u] >= min_ops else ():
+            beside.setdefault(thing, []).append(u)
+    for u in [u for u in groups if 0 < work[u] < min_ops]:
+        first, few = groups[u][0], all(net.by_name[n].small_integer for n in groups[u])
+        for v in dict.fromkeys(v for thing in touching[u] for v in beside.get(thing, ())):
+            near = few or depth[first] in {depth[n] for n in groups[v]}
+            if near and net.key(groups[v][0]) == net.key(first) and graph.apart(u, v):
+                graph.merge(v, u)
+                groups[v].extend(groups.pop(u))
+                break
+
+
+def _touching(net: _Net, group: list[str]) -> dict[Any, None]:
+    """What a group reads, and what reads it; the ends of a function, and of a loop's turn, count as one reader."""
+    inside = set(group)
+    found: dict[Any, None] = {}
+    for n in group:
+        info = net.by_name[n]
+        found.update((t, None) for t in info.inputs if t[0] not in inside and not net.is_copy(t[0]))
+        for r in net.readers[n]:
+            if r not in inside:
+                last = net.by_name[r].op in NEXT
+                found[("turn", net.context[r]) if last else ("node", r)] = None
+        if any((n, p) in net.read for p in range(info.outputs)):
+            found["end"] = None
+    return found
 
 
 def _root(owner: dict[int, int], k: int) -> int:
@@ -402,6 +464,10 @@ class _UnitGraph:
     def can_merge(self, a: int, b: int) -> bool:
         """No path a -> x -> b through another unit x (there is an edge a -> b)."""
         return not any(self.reach[x] & self.bit[b] for x in self.after[a] if x != b)
+
+    def apart(self, a: int, b: int) -> bool:
+        """Neither waits for the other."""
+        return not (self.reach[a] & self.bit[b] or self.reach[b] & self.bit[a])
 
     def merge(self, a: int, b: int) -> None:
         """Puts b into a."""

@@ -25,6 +25,7 @@ from . import clusters, lower
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import resolve
 from .importer import import_cluster
+from .variables import read_before_gathers
 from .view import GraphView
 
 Progress = Callable[[int, int, str], None]
@@ -84,6 +85,9 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
     if why is None:
         try:
             view = GraphView(source, library)
+            if options.on_gpu and not any(n.op == OP for n in view):
+                source = read_before_gathers(source, view)
+                view = view if source is view.source else GraphView(source, library)
         except Exception as e:  # a graph that cannot be understood is left alone
             why = _sentence(e)
     return _Place(name, source, view, options, keep_ends, why, frozenset(keep))
@@ -207,7 +211,8 @@ class _Place:
         keep = set(self.keep)
         if self.keep_ends:
             keep |= {n.name for n in view if not view.consumers(n.name) and not view.control_consumers(n.name)}
-        return clusters.find(self.infos, self.options, keep, view.rets if view.is_function else (), view.control_rets)
+        rets = view.rets if view.is_function else ()
+        return clusters.find(self.infos, self.options, keep, rets, view.control_rets, prune=view.is_function)
 
     def _job(self, c: Cluster) -> _Job:
         assert self.view is not None

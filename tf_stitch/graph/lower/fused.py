@@ -41,17 +41,21 @@ ACTIVATIONS = {
 
 def _epilogue_reason(view: GraphView, node: NodeView) -> str | None:
     fused = list(node.attr("fused_ops") or [])
-    unknown = [op for op in fused if op != "BiasAdd" and op not in ACTIVATIONS]
+    unknown = [op for op in fused if op not in ("BiasAdd", "Add") and op not in ACTIVATIONS]
     if unknown:
         return f"fused op {', '.join(map(str, unknown))} is not supported"
-    return None if int(node.attr("num_args", 0)) == fused.count("BiasAdd") else "its extra operands are not just a bias"
+    return None if int(node.attr("num_args", 0)) == fused.count("BiasAdd") + fused.count("Add") else (
+        "its extra operands are not just a bias and a sum")
 
 
 @lower("_FusedMatMul", kinds=FLOAT, check=_epilogue_reason)
 def fused_matmul(c: Context, x: Node, y: Node, *args: Node) -> Node:
     out, left = matmul(c, x, y), list(args)
     for op in c.attr("fused_ops") or []:
-        out = bias_add(c, out, left.pop(0)) if op == "BiasAdd" else ACTIVATIONS[op](c, out)
+        if op == "Add":
+            out = c.b.ew("add", out, left.pop(0))
+        else:
+            out = bias_add(c, out, left.pop(0)) if op == "BiasAdd" else ACTIVATIONS[op](c, out)
     return out
 
 

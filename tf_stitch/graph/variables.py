@@ -1,0 +1,68 @@
+"""Lets gathers from variables join clusters: ResourceGather becomes ReadVariableOp and GatherV2.
+
+Reading a variable hands out its buffer without a copy; it is copied only where something else writes to the variable
+while the value is held, or after sparse updates.  So only variables that the graph does not write to are read.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
+
+from .shapes import variable_shape
+from .view import GraphView
+
+READERS = frozenset({"ResourceGather", "ReadVariableOp", "VariableShape"})
+
+
+def read_before_gathers(source: graph_pb2.GraphDef | function_pb2.FunctionDef,
+                        view: GraphView) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
+    """The same graph, or a copy in which gathers from variables of known shape are gathers from what was read."""
+    chosen = {n.name for n in view if n.op == "ResourceGather" and _is_only_read(view, n.inputs[0])}
+    if not chosen:
+        return source
+    out = type(source)()
+    out.CopyFrom(source)
+    nodes = out.node_def if isinstance(out, function_pb2.FunctionDef) else out.node
+    taken = {n.name for n in nodes}
+    made = [m for n in nodes for m in (_replaced(n, view, taken) if n.name in chosen else [n])]
+    copies = [node_def_pb2.NodeDef.FromString(m.SerializeToString()) for m in made]
+    del nodes[:]
+    nodes.extend(copies)
+    return out
+
+
+def _is_only_read(view: GraphView, handle: tuple[str, int]) -> bool:
+    if variable_shape(view, handle) is None:
+        return False
+    readers = {view[reader].op for reader, _, port in view.consumers(handle[0]) if port == handle[1]}
+    return readers <= READERS
+
+
+def _replaced(node: node_def_pb2.NodeDef, view: GraphView, taken: set[str]) -> Iterable[node_def_pb2.NodeDef]:
+    body = view.is_function
+    read = node_def_pb2.NodeDef(name=_free(f"{node.name}/read", taken), op="ReadVariableOp", device=node.device,
+                                input=[node.input[0], *(i for i in node.input if i.startswith("^"))])
+    read.attr["dtype"].type = node.attr["dtype"].type
+    axis = node_def_pb2.NodeDef(name=_free(f"{node.name}/axis", taken), op="Const", device=node.device)
+    axis.attr["dtype"].type = tf.int32.as_datatype_enum
+    axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(node.attr["batch_dims"].i, tf.int32))
+    gather = node_def_pb2.NodeDef()
+    gather.CopyFrom(node)
+    gather.op = "GatherV2"
+    ends = (":value:0", ":output:0") if body else ("", "")
+    gather.input[0] = read.name + ends[0]
+    gather.input.insert(2, axis.name + ends[1])
+    del gather.attr["validate_indices"]
+    gather.attr["Tparams"].type = node.attr["dtype"].type
+    del gather.attr["dtype"]
+    gather.attr["Taxis"].type = tf.int32.as_datatype_enum
+    return read, axis, gather
+
+
+def _free(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
