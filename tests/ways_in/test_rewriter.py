@@ -432,3 +432,27 @@ def test_threads_may_rewrite_at_the_same_time():
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for out, _ in pool.map(lambda _: rewrite(gd, NATIVE), range(8)):
             assert out.SerializeToString(deterministic=True) == want
+
+
+def test_a_reference_variable_is_copied_before_it_is_overwritten():
+    def graph():
+        x = placeholder(shape=(None, 4))
+        v = v1.get_variable("v", [4], initializer=v1.ones_initializer(), use_resource=False)
+        shown = tf.identity(tf.reshape(tf.maximum(v * 1.0, v * 1.0), [2, 2]), name="shown")
+        y = tf.identity(tf.tanh(tf.exp(x) * v) + 1, name="y")
+        with tf.control_dependencies([shown, y]):
+            v1.assign_add(v, tf.fill([4], 5.0), name="changed")
+        v1.global_variables_initializer()
+
+    plain = build(graph)
+    out, report = rewrite(plain, native(keep=("shown", "y", "changed")))
+    assert report.clusters and any("reference variable" in n.reason for n in report.left)
+    results = []
+    for graph_def in (plain, out):
+        with tf.Graph().as_default(), v1.Session() as session:
+            tf.import_graph_def(graph_def, name="")
+            session.run("init")
+            results.append(session.run(["shown:0", "y:0", "changed:0"], {"x:0": normal(3, 4)}))
+    assert (results[0][0] == 1).all()
+    for got, want in zip(results[1], results[0], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)

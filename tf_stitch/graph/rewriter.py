@@ -220,6 +220,7 @@ class _Place:
         program = compiler.build_program(graph, of_options(self.options))
         if self.options.on_gpu:
             _check_host_values(program)
+        _check_references(self.view, c, program)
         serialize.dumps(program)  # a program that cannot be written must not come up again while splicing
         return _Job(c, graph, program)
 
@@ -485,6 +486,20 @@ def _check_host_values(program: Program) -> None:
         if read:
             raise StitchError(f"Input {program.buffers[min(read)].index} of the cluster of '{step.origin}' holds sizes "
                               "and is computed with as well; the cluster stays TensorFlow's.")
+
+
+def _check_references(view: GraphView, c: Cluster, program: Program) -> None:
+    """Raises StitchError where a result would be an input's buffer and the graph may overwrite that buffer.
+
+    TensorFlow copies a resource variable that somebody still reads before it writes to it, but not a reference one.
+    """
+    if not any(t.endswith("_ref") for n in view for t in n.outputs or ()):
+        return
+    for step in program.steps:
+        if isinstance(step, AliasStep) and program.buffers[step.source].kind == "input":
+            name = c.outputs[program.buffers[step.output].index][0]
+            raise StitchError(f"Node '{name}' only shows what it reads, which may be a reference variable's memory; "
+                              "it stays TensorFlow's, which copies it.")
 
 
 def _fallback(view: GraphView, c: Cluster) -> function_pb2.FunctionDef:
