@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from . import codegen
-from .codegen.kernel import Kernel
+from .codegen.kernel import INDEX_LIMIT, Kernel
 from .fusion.library import MatmulCall, prepare_dots
 from .fusion.planner import plan_scheduled, view_source
 from .fusion.split import split_reductions
+from .ir import dims as D
 from .ir.dims import Dim
-from .ir.graph import Graph, Node
+from .ir.graph import Graph, Guard, Node
 from .options import Options
 from .program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program, Step
 from .schedule.target import Target, of_options
@@ -155,6 +156,9 @@ class _Assembler:
             else:
                 self.add_call(w)
         self.add_aliases()
-        text = join_texts(w for w in work if isinstance(w, Kernel))
-        return Program(self.buffers, self.steps, dict(self.graph.symbols), list(self.graph.guards), text,
+        kernels = [w for w in work if isinstance(w, Kernel)]
+        limits = dict.fromkeys(d for k in kernels for d in k.limits)
+        guards = [*self.graph.guards, *(Guard("le", d, INDEX_LIMIT, "32-bit indices reach every element")
+                                        for d in limits if not any(d != e and D.prove_le(d, e) for e in limits))]
+        return Program(self.buffers, self.steps, dict(self.graph.symbols), guards, join_texts(kernels),
                        name=self.graph.name)

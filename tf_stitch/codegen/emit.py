@@ -9,7 +9,7 @@ from ..ir.graph import Node
 from ..schedule import rules
 from ..schedule.kernel_schedule import KernelSchedule, Part, Stage
 from ..schedule.rules import Index
-from .kernel import Kernel
+from .kernel import INDEX_LIMIT, Kernel
 from .loops import Loops
 from .scope import Scopes, symbol_names
 from .text import compute_type, dim_text, factor_text, storage_type
@@ -76,7 +76,7 @@ class KernelEmitter:
         origin = self.schedule.origin
         return Kernel(name, text.replace(_PLACEHOLDER, name), tuple(origin.get(a, a) for a in args), (),
                       tuple(D.symbol(s.name, s.lo, s.hi) for s in self.dims.values()), self.schedule.blocks,
-                      shared, cost, self.target.threads, self.exact)
+                      shared, cost, self.target.threads, self.exact, self._limits())
 
     def _text(self) -> str:
         bits = 32 if self._small() else 64
@@ -91,12 +91,23 @@ class KernelEmitter:
         lines += ["  " + x for x in self.scopes.stack[0].lines]
         return "\n".join([*lines, "}", ""])
 
-    def _small(self) -> bool:
-        """True when 32-bit indices are enough for every tensor of the kernel."""
+    def _sizes(self) -> list[Dim]:
+        """How many elements there are to count, of every tensor and every fold's domain."""
         nodes = {*self.inputs, *self.outputs, *self.schedule.members}
         folded = [s.shape for p in self.schedule.parts for s in p.stages]
-        sizes = [n.size for n in nodes] + [D.product(s) for s in folded]
-        return all(isinstance(s, int) and s < 1 << 31 for s in sizes)
+        return [n.size for n in nodes] + [D.product(s) for s in folded]
+
+    def _small(self) -> bool:
+        """True when 32-bit indices are enough: for every known size, and on a GPU assumed of the others."""
+        unknown_too = not self.target.is_host
+        return all(s <= INDEX_LIMIT if isinstance(s, int) else unknown_too for s in self._sizes())
+
+    def _limits(self) -> tuple[Dim, ...]:
+        """The unknown sizes that 32-bit indices assume to be small."""
+        if self.target.is_host or not self._small():
+            return ()
+        unknown = {s for s in self._sizes() if not isinstance(s, int) and not D.prove_le(s, INDEX_LIMIT)}
+        return tuple(sorted(unknown, key=D.to_text))
 
     def _part(self, part: Part, first: Dim) -> None:
         count, start = self.factor(part.blocks), self.factor(first)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from ..ir.dims import Dim
 from ..ir.graph import Node
 
+INDEX_LIMIT = (1 << 31) - (1 << 20)  # elements that 32-bit indices reach, rounding up to whole blocks included
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -21,6 +23,7 @@ class Kernel:
       shared_bytes: on-chip scratch of one block, in bytes.
       cost: estimated cycles of one block on one host core (for the intra-op pool's split).
       threads: threads per block on a GPU.
+      limits: unknown sizes that must be at most INDEX_LIMIT: the kernel counts in 32 bits.
       exact: False when the kernel may set the status word (out-of-range index, zero divisor).
     """
 
@@ -34,3 +37,4 @@ class Kernel:
     cost: Dim
     threads: int = 256
     exact: bool = True
+    limits: tuple[Dim, ...] = ()

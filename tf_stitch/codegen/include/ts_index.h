@@ -2,15 +2,28 @@
 #ifndef TS_INDEX_H_
 #define TS_INDEX_H_
 
+// Of the wider type of the two: 32 bits where the kernel counts in 32 bits.
+template <class A, class B> using ts_wider = decltype(A() + B());
+
 // floor(a / b); 0 when b is 0, as the rewriter's symbolic dims have it.
-TS_FN int64_t ts_floordiv(int64_t a, int64_t b) {
+template <class A, class B>
+TS_FN ts_wider<A, B> ts_floordiv(A a, B b) {
   if (b == 0) return 0;
-  int64_t q = a / b;
+  ts_wider<A, B> q = a / b;
   return q - ((a % b != 0) & ((a < 0) != (b < 0)));
 }
-TS_FN int64_t ts_floormod(int64_t a, int64_t b) { return b == 0 ? 0 : a - ts_floordiv(a, b) * b; }
-TS_FN int64_t ts_imin(int64_t a, int64_t b) { return a < b ? a : b; }
-TS_FN int64_t ts_imax(int64_t a, int64_t b) { return a > b ? a : b; }
+template <class A, class B>
+TS_FN ts_wider<A, B> ts_floormod(A a, B b) {
+  return b == 0 ? 0 : a - ts_floordiv(a, b) * b;
+}
+template <class A, class B>
+TS_FN ts_wider<A, B> ts_imin(A a, B b) {
+  return a < b ? a : b;
+}
+template <class A, class B>
+TS_FN ts_wider<A, B> ts_imax(A a, B b) {
+  return a > b ? a : b;
+}
 
 // An index read from data, made safe: out of [0, n) it sets the status and is clamped.
 template <class T>
