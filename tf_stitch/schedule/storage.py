@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..ir import dims as D
 from ..ir.graph import Node
 from ..ir.ops import EXPENSIVE, OPS
 from .rules import VIEWS
@@ -106,15 +105,6 @@ class Storage:
         free = [n for n in self.nodes if n in self.kept and n not in self.outputs and n.op not in HEAVY]
         return sorted(free, key=order)
 
-    def drop(self, node: Node) -> None:
-        """Computes ``node`` again where it is read."""
-        self.kept.discard(node)
-
     def order(self) -> list[Node]:
         """Kept nodes, operands first."""
         return [n for n in self.nodes if n in self.kept]
-
-
-def static_size(node: Node) -> bool:
-    """True when every dim of a node is known."""
-    return D.all_static(node.shape)
