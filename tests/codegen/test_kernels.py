@@ -325,3 +325,25 @@ def test_cuda_text_compiles(tmp_path):
 
 def test_hosts_default_fits_the_cache():
     assert kernel_of(softmax(4096, 1024), HOST).shared_bytes <= HOST.shared_bytes
+
+
+def test_one_condition_for_a_whole_row():
+    """A masked recurrent cell: the loop over the row has no branch."""
+    kernels, cases = [], []
+    for dtype in ("float32", "float64", "float16", "bfloat16", "int8", "int32", "int64", "uint8", "bool"):
+        b = Builder()
+        mask = b.param((None,), "bool", "mask")
+        x, y = b.param((None, 37), dtype, "x"), b.param((None, 37), dtype, "y")
+        rows = b.broadcast_to(b.reshape(mask, (mask.shape[0], 1)), x.shape)
+        graph = b.finish([b.select(rows, x, y), b.select(rows, y, b.select(rows, y, x))], "masked")
+        kernels.append(kernel_of(graph))
+        cases.append(graph)
+    library = compile_kernels(kernels)
+    assert all("ts_pick" in k.text and " ? " not in k.text for k in kernels)
+    for graph, kernel in zip(cases, kernels, strict=True):
+        (name,) = {str(p.shape[0]) for p in graph.params}
+        for n in (0, 1, 5):
+            inputs = draw(graph, {name: n}, seed=n)
+            if graph.params[1].dtype.startswith("float"):
+                inputs[1].reshape(-1)[:3] = (np.nan, np.inf, -0.0)[:inputs[1].size]
+            check(graph, inputs, 0, library, kernel)

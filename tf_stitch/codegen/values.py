@@ -98,7 +98,9 @@ def _bitcast(e: StageEmitter, node: Node, index: Index) -> str:
 
 def _select(e: StageEmitter, node: Node, index: Index) -> str:
     c, x, y = (evaluate(e, x, index) for x in node.inputs)
-    return f"{c} ? {x} : {y}"
+    if c in e.scopes.top.values.values():
+        return f"{c} ? {x} : {y}"
+    return f"ts_pick<{compute_type(node.dtype)}>({c}, {x}, {y})"  # one condition for all turns of the loop
 
 
 def _const(e: StageEmitter, node: Node, index: Index) -> str:

@@ -65,6 +65,30 @@ TS_FN ts_u64 ts_bits(double x) { return ts_bitcast<ts_u64>(x); }
 TS_FN float ts_float_of(ts_u32 b) { return ts_bitcast<float>(b); }
 TS_FN double ts_double_of(ts_u64 b) { return ts_bitcast<double>(b); }
 
+// --- selects -----------------------------------------------------------------------------------------
+
+// c ? x : y for a condition that is the same in all lanes of a loop.  g++ makes a branch of the plain form, reads
+// one side's operands in it, and then does not vectorise the loop.
+#if defined(__CUDACC__)
+template <class T>
+TS_FN T ts_pick(bool c, T x, T y) {
+  return c ? x : y;
+}
+#else
+template <class T>
+TS_FN T ts_word(T x) {
+  return x;
+}
+TS_FN ts_u32 ts_word(float x) { return ts_bits(x); }
+TS_FN ts_u64 ts_word(double x) { return ts_bits(x); }
+template <class T>
+TS_FN T ts_pick(bool c, T x, T y) {
+  auto a = ts_word(x), b = ts_word(y);
+  decltype(a) mask = (decltype(a))-(decltype(a))c;
+  return ts_bitcast<T>((decltype(a))((a & mask) | (b & ~mask)));
+}
+#endif
+
 // --- 16-bit floats -----------------------------------------------------------------------------------
 
 TS_FN float ts_to_float(ts_bfloat16 x) { return ts_float_of((ts_u32)x.bits << 16); }
