@@ -196,7 +196,10 @@ def _find(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: 
     marks = [array_ops.identity(_tensor(x)) for x in leaves]
     rest = iter(marks)
     marked_args, marked_kwargs = _replace(args, rest), _replace(kwargs, rest)
-    concrete, inputs = _look_up(function, marked_args, marked_kwargs)
+    try:
+        concrete, inputs = _look_up(function, marked_args, marked_kwargs)
+    except (TypeError, ValueError):
+        return None  # the signature takes an array of another element type; as a tensor it would be refused
     if concrete is None or concrete is not _look_up(function, args, kwargs)[0]:
         return None
     number = {id(mark): i for i, mark in enumerate(marks)}

@@ -176,6 +176,14 @@ def test_input_signature(short):
             assert str(got.value).split("Received")[0] == str(want.value).split("Received")[0]
 
 
+def test_arrays_that_a_signature_casts_take_the_long_way(short):
+    f = tf_stitch.function(lambda x: x * 2 + 1, input_signature=[tf.TensorSpec([None], tf.float32)])
+    for array in (np.array([0.25, 0.5]), np.array([1, 2])):
+        for _ in range(4):
+            same(f(array), tf.constant(array * 2 + 1, tf.float32))
+    assert not short[0]
+
+
 def test_reduce_retracing():
     plain = tf.function(lambda x: x * 2 + 1, reduce_retracing=True)
     mine = tf_stitch.function(lambda x: x * 2 + 1, reduce_retracing=True)
