@@ -1,0 +1,96 @@
+"""Compiling for GPUs on a machine that needs none."""
+from __future__ import annotations
+
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from tests.ir_graphs import random_case
+from tf_stitch import compiler
+from tf_stitch.backend import cache, cuda
+from tf_stitch.errors import CompileError, DeviceError
+from tf_stitch.ir.builder import Builder
+from tf_stitch.options import Options
+from tf_stitch.schedule.target import CUDA
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+def softmax_graph(rows: int | None = None):
+    b = Builder()
+    b.origin = "x"
+    x = b.param((rows, 96), "float32", "x")
+    y = b.ew("exp", x)
+    total = b.broadcast_to(b.reduce("sum", y, (1,), keepdims=True), y.shape)
+    return b.finish([b.ew("div", y, total)])
+
+
+@needs_nvcc
+def test_compile_graph_gives_cubin_and_ptx(monkeypatch, tmp_path):
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    program = compiler.compile_graph(softmax_graph(), Options(target="cuda:sm_90"))
+    assert set(program.code) == {"sm_90", "compute_90"}
+    assert program.code["sm_90"][:4] == b"\x7fELF"
+    ptx = program.code["compute_90"].decode()
+    assert ".target sm_90" in ptx and program.steps[0].kernel in ptx
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(list(tmp_path.rglob("*.ptx"))) == 1
+
+
+@needs_nvcc
+def test_code_comes_from_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    text = compiler.build_program(softmax_graph(), CUDA).text
+    made = cuda.compile_text(text, ("sm_90",))
+    monkeypatch.setattr(cuda.Nvcc, "_run", lambda *args: pytest.fail("compiled again"))
+    assert cuda.compile_text(text, ("sm_90",)) == made
+
+
+@needs_nvcc
+def test_random_graphs_compile(monkeypatch, tmp_path):
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    kernels = [k for seed in range(700, 740) for k in compiler.lay_out(random_case(seed).graph, CUDA)[1]]
+    assert len(kernels) > 30
+    assert cuda.compile_text(compiler.join_texts(kernels), ("compute_90",))["compute_90"]
+
+
+@needs_nvcc
+def test_errors_name_the_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    with pytest.raises(CompileError, match="nvcc failed to compile a kernel: .*error"):
+        cuda.compile_text("this is no kernel\n", ("compute_90",))
+    with pytest.raises(CompileError, match="cannot build code for 'sm_x'"):
+        cuda.compile_text("", ("sm_x",))
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setenv("TF_STITCH_NVCC", "no-such-nvcc")
+    with pytest.raises(CompileError, match="'no-such-nvcc' that TF_STITCH_NVCC names"):
+        cuda.compile_text("", ("sm_90",))
+    monkeypatch.delenv("TF_STITCH_NVCC")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(cuda, "_nvrtc", lambda: None)
+    with pytest.raises(CompileError, match=r"pip install 'tensorflow\[and-cuda\]'"):
+        cuda.compile_text("", ("sm_90",))
+
+
+def test_running_needs_pycuda(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    cuda._driver.cache_clear()
+    program = compiler.build_program(softmax_graph(2), CUDA)
+    with pytest.raises(DeviceError, match=r"pip install 'tf-stitch\[cuda\]'"):
+        cuda.run(program, [np.ones((2, 96), np.float32)])
+
+
+def test_targets_of_an_option():
+    assert cuda.targets_of("cuda:sm_90") == ("sm_90", "compute_90")
+    assert cache.first_error("warning: a\nx.cu(3): error: b\n") == "x.cu(3): error: b"
+
+
+def test_unknown_sizes_are_guarded_and_counted_in_32_bits():
+    program = compiler.build_program(softmax_graph(None), CUDA)
+    assert "TS_ENTER(32)" in program.text and "TS_ENTER(64)" not in program.text
+    (guard,) = program.guards
+    (name,) = program.symbols
+    assert guard.holds({name: 1 << 20}) and not guard.holds({name: 1 << 25})
