@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import graphlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, note, settings
@@ -143,6 +144,42 @@ def test_dead_code_of_a_function_is_no_cluster():
     assert not find([source("x"), node("a", "x"), node("b", "a")], Options(), read=[("x", 0)]).clusters
 
 
+def test_what_nothing_needs_goes_where_it_may():
+    infos = [source("x"), node("a", "x"), left("m", "a"), node("b", "m"), node("c", "m"),
+             node("y", "x"), node("z", "y")]
+    infos = [replace(i, pure=i.name != "x") for i in infos]
+    found = find(infos, Options(), read=[("z", 0)], prune=True)
+    assert members(found) == [{"y", "z"}] and not found.left
+    assert found.removed == {"a", "m", "b", "c", "y", "z"}
+    for needed in (dict(keep=["m"]), dict(pinned=["m"])):
+        found = find(infos, Options(min_ops=1), read=[("z", 0)], prune=True, **needed)
+        assert {"a"} in members(found) and "m" not in found.removed and {"b", "c"} <= found.removed
+    effect = [replace(i, pure=i.pure and i.name != "c") for i in infos]
+    assert not {"c", "m"} & find(effect, Options(), read=[("z", 0)], prune=True).removed
+    assert "m" not in find(infos, Options(), read=[("z", 0)]).removed
+
+
+def test_what_is_too_small_joins_a_cluster_beside_it():
+    big = [source("x"), node("a", "x"), node("b", "a")]
+    one = find([*big, node("n", "x"), left("m", "n", "b")], Options(), read=[("m", 0)])
+    assert members(one) == [{"a", "b", "n"}]
+    fed = find([*big, source("w"), node("n", "w"), left("m", "n", "b")], Options(), read=[("m", 0)])
+    assert members(fed) == [{"a", "b", "n"}]
+    # not what neither reads the same nor feeds the same
+    assert members(find([*big, source("w"), node("n", "w"), left("m", "n"), left("l", "b")], Options(),
+                        read=[("m", 0), ("l", 0)])) == [{"a", "b"}]
+    # not what waits for the cluster, or the cluster for it
+    waits = find([*big, left("m", "b"), node("n", "m", "x")], Options(), read=[("n", 0), ("b", 0)])
+    assert members(waits) == [{"a", "b"}]
+    # not what would wait for a library call, unless it is a few integers
+    late = [source("x"), left("m", "x"), node("a", "m"), node("b", "a")]
+    ends = [("b", 0), ("n", 0)]
+    assert members(find([*late, node("n", "x")], Options(), read=ends)) == [{"a", "b"}]
+    assert members(find([*late, node("n", "x", small_integer=True)], Options(), read=ends)) == [{"a", "b", "n"}]
+    # two that are both too small stay two
+    assert not find([source("x"), node("a", "x"), node("b", "x")], Options(), read=[("a", 0), ("b", 0)]).clusters
+
+
 def test_min_ops_and_counting():
     infos = [source("x"), node("a", "x"), node("r", "a", op="Reshape", computes=False)]
     found = find(infos, Options(), read=[("r", 0)])
@@ -240,7 +277,9 @@ def test_random_graphs_stay_acyclic_and_complete(infos, data):
     names = [i.name for i in infos]
     read = [(n, 0) for n in data.draw(st.lists(st.sampled_from(names), max_size=3))] + [(names[-1], 0)]
     keep = data.draw(st.lists(st.sampled_from(names), max_size=2))
-    found = find(infos, Options(min_ops=data.draw(st.integers(1, 3))), keep=keep, read=read)
+    infos = [replace(i, pure=i.why is None or i.op == "MatMul") for i in infos]
+    prune = data.draw(st.booleans())
+    found = find(infos, Options(min_ops=data.draw(st.integers(1, 3))), keep=keep, read=read, prune=prune)
     by_name = {i.name: i for i in infos}
     note("\n".join(f"{i.name} {i.op} {i.inputs} {i.controls} {i.device}" for i in infos))
     note("\n".join(f"{c.nodes} copies {set(c.copies)} reads {c.inputs} waits {c.controls}" for c in found.clusters))

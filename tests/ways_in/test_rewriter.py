@@ -456,3 +456,23 @@ def test_a_reference_variable_is_copied_before_it_is_overwritten():
     assert (results[0][0] == 1).all()
     for got, want in zip(results[1], results[0], strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_dead_code_of_functions_goes():
+    @tf.function(input_signature=[tf.TensorSpec([None, 8])])
+    def f(x):
+        tf.tanh(tf.matmul(x, tf.constant(normal(8, 8))) * 2 + 1)
+        tf.raw_ops.Assert(condition=tf.reduce_max(x) < 100.0, data=[x])
+        return tf.exp(x) * 2
+
+    with tf.Graph().as_default() as graph:
+        tf.identity(f(placeholder()), name="y")
+    before = graph.as_graph_def()
+    out, report = check(before, ["y:0"], {"x:0": normal(3, 8)})
+    ops = [[n.op for fn in g.library.function if FALLBACK_PREFIX not in fn.signature.name for n in fn.node_def]
+           for g in (before, out)]
+    assert "MatMul" in ops[0] and "MatMul" not in ops[1] and "Tanh" not in ops[1]
+    assert "Assert" in ops[0] and "Assert" in ops[1]
+    assert report.coverage == 1.0
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        run(out, ["y:0"], {"x:0": normal(3, 8) + 200})
