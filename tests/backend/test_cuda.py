@@ -58,7 +58,7 @@ def test_random_graphs_compile(monkeypatch, tmp_path):
 @needs_nvcc
 def test_errors_name_the_line(monkeypatch, tmp_path):
     monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
-    with pytest.raises(CompileError, match="nvcc failed to compile a kernel: .*error"):
+    with pytest.raises(CompileError, match=r"nvcc failed to compile a kernel: .*error"):
         cuda.compile_text("this is no kernel\n", ("compute_90",))
     with pytest.raises(CompileError, match="cannot build code for 'sm_x'"):
         cuda.compile_text("", ("sm_x",))

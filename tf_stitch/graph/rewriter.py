@@ -219,7 +219,7 @@ class _Place:
         graph = import_cluster(self.view, c.nodes, list(c.inputs), list(c.outputs), c.root)
         program = compiler.build_program(graph, of_options(self.options))
         if self.options.on_gpu:
-            _check_host_values(program)
+            c, program = _split_host_values(c, program)
         _check_references(self.view, c, program)
         serialize.dumps(program)  # a program that cannot be written must not come up again while splicing
         return _Job(c, graph, program)
@@ -478,14 +478,19 @@ def _host_values(program: Program) -> list[int]:
     return sorted({s.param for s in program.symbols.values() if s.kind == "value"})
 
 
-def _check_host_values(program: Program) -> None:
-    """Raises ImportFailed where a GPU's kernels would read what must be in host memory."""
-    host = {i for i, b in enumerate(program.buffers) if b.kind == "input" and b.index in _host_values(program)}
-    for step in program.steps:
-        read = host & set((step.source,) if isinstance(step, AliasStep) else step.buffers)
-        if read:
-            raise StitchError(f"Input {program.buffers[min(read)].index} of the cluster of '{step.origin}' holds sizes "
-                              "and is computed with as well; the cluster stays TensorFlow's.")
+def _split_host_values(c: Cluster, program: Program) -> tuple[Cluster, Program]:
+    """Hands an input whose contents are sizes over twice when a GPU's kernels read it too: it must be on the host."""
+    read = {b for step in program.steps for b in ((step.source,) if isinstance(step, AliasStep) else step.buffers)}
+    buffers, symbols = list(program.buffers), dict(program.symbols)
+    inputs = list(c.inputs)
+    for i in _host_values(program):
+        k = next(k for k, b in enumerate(buffers) if (b.kind, b.index) == ("input", i))
+        if k in read:
+            buffers.append(replace(buffers[k], index=len(inputs)))
+            symbols = {name: replace(s, param=len(inputs)) if s.kind == "value" and s.param == i else s
+                       for name, s in symbols.items()}
+            inputs.append(inputs[i])
+    return replace(c, inputs=tuple(inputs)), replace(program, buffers=buffers, symbols=symbols)
 
 
 def _check_references(view: GraphView, c: Cluster, program: Program) -> None:
@@ -506,8 +511,8 @@ def _fallback(view: GraphView, c: Cluster) -> function_pb2.FunctionDef:
     """The original nodes as a function; its name is a hash of what it holds, so equal ones are one."""
     fdef = function_pb2.FunctionDef()
     arg_of = {ref: f"arg_{i}" for i, ref in enumerate(c.inputs)}
-    for ref, enum in zip(c.inputs, _types(view, c.inputs), strict=True):
-        fdef.signature.input_arg.add(name=arg_of[ref], type=enum)
+    for i, enum in enumerate(_types(view, c.inputs)):
+        fdef.signature.input_arg.add(name=f"arg_{i}", type=enum)
     for i, enum in enumerate(_types(view, c.outputs)):
         fdef.signature.output_arg.add(name=f"out_{i}", type=enum)
     for name in c.nodes:

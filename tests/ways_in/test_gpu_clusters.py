@@ -1,0 +1,143 @@
+"""Rewriting for a GPU, on a machine that needs none: what joins clusters, what stays on the host, what runs instead."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_stitch
+from tests.ways_in.graphs import build, run, stitched
+from tf_stitch import compiler, hook
+from tf_stitch.graph import devices
+from tf_stitch.graph.rewriter import rewrite
+from tf_stitch.options import Options
+from tf_stitch.program import serialize
+from tf_stitch.program.program import LibraryStep
+
+GPU = Options(target="cuda:sm_90")
+v1 = tf.compat.v1
+
+
+@pytest.fixture(autouse=True)
+def no_machine_code(monkeypatch):
+    """Machine code is not what these tests are about; without it the op runs the original nodes."""
+    monkeypatch.setattr(compiler, "compile_texts", lambda texts, *args, **kwargs: {t: {} for t in texts})
+
+
+def for_gpu(fn: Callable[[], object], options: Options = GPU):
+    """(original graph, rewritten graph, report) of what ``fn`` adds to an empty graph."""
+    graph = build(fn)
+    return graph, *rewrite(graph, options)
+
+
+def program_of(node):
+    return serialize.loads(node.attr["program"].s)
+
+
+def test_products_join_and_the_original_runs_on_a_cpu():
+    def model():
+        x = v1.placeholder(tf.float32, [None, 300], name="x")
+        w = v1.placeholder(tf.float32, [300, 400], name="w")
+        h = tf.nn.gelu(tf.matmul(x, w) + 1.0)
+        tf.nn.softmax(tf.matmul(h, w, transpose_b=True), name="y")
+
+    graph, out, report = for_gpu(model)
+    (node,) = stitched(out)
+    assert sum(isinstance(s, LibraryStep) for s in program_of(node).steps) == 2
+    assert not [n for g in report.graphs for n in g.left]
+    rng = np.random.default_rng(0)
+    feeds = {"x:0": rng.standard_normal((5, 300), np.float32), "w:0": rng.standard_normal((300, 400), np.float32)}
+    np.testing.assert_allclose(run(out, ["y:0"], feeds)[0], run(graph, ["y:0"], feeds)[0], rtol=1e-4, atol=1e-6)
+
+
+def test_placement_decides():
+    def two():
+        x = v1.placeholder(tf.float32, [8, 8], name="x")
+        with tf.device("/device:CPU:0"):
+            a = tf.tanh(tf.exp(x) + 1.0)
+        with tf.device("/device:GPU:0"):
+            tf.tanh(tf.exp(a) * 2.0, name="y")
+
+    _, out, report = for_gpu(two)
+    (node,) = stitched(out)
+    assert devices.is_gpu(node.device)
+    assert any("the target is the GPU" in n.reason for g in report.graphs for n in g.left)
+
+
+def test_auto_is_the_host_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(devices, "gpu_target", lambda: None)
+    assert devices.resolve(Options(), []).target == "host"
+    monkeypatch.setattr(devices, "gpu_target", lambda: "cuda:sm_90")
+    assert devices.resolve(Options(), []).target == "cuda:sm_90"
+    assert devices.resolve(Options(), ["/device:CPU:0"]).target == "host"
+    assert devices.resolve(Options(), ["/device:CPU:0", "/device:GPU:0"]).target == "cuda:sm_90"
+    assert devices.resolve(Options(target="host"), ["/device:GPU:0"]).target == "host"
+
+
+def test_integers_that_tensorflow_reads_on_the_host_stay():
+    def loop():
+        n = v1.placeholder(tf.int32, [], name="n")
+        x = v1.placeholder(tf.float32, [None], name="x")
+        count = tf.abs(n + 3) * 2  # feeds a shape that TensorFlow's op reads
+        noise = tf.random.stateless_uniform([count], [1, 2])
+        tf.identity(tf.tanh(tf.exp(x) + 1.0), name="y")
+        tf.identity(noise, name="z")
+
+    _, out, _ = for_gpu(loop)
+    kept = {n.op for n in out.node}
+    assert {"Abs", "Mul", "Pack", "StatelessRandomUniformV2"} <= kept
+    assert {"Exp", "Tanh"}.isdisjoint(kept)
+    assert not any(i.split(":")[0] == "n" for node in stitched(out) for i in node.input)
+
+
+def test_sizes_in_an_input_are_read_on_the_host():
+    def model(twice: bool):
+        x = v1.placeholder(tf.float32, [None], name="x")
+        n = v1.placeholder(tf.int32, [1], name="n")
+        y = tf.tile(tf.exp(x)[None, :], tf.concat([n, [1]], 0)) + 1.0
+        if twice:
+            y = y * tf.cast(n, tf.float32)
+        tf.tanh(y, name="y")
+
+    for twice in (False, True):
+        graph, out, _ = for_gpu(lambda twice=twice: model(twice))
+        (node,) = stitched(out)
+        host = list(node.attr["_input_hostmem"].list.i)
+        program = program_of(node)
+        assert host == sorted({s.param for s in program.symbols.values() if s.kind == "value"})
+        ids = {i for i, b in enumerate(program.buffers) if b.kind == "input" and b.index in host}
+        assert not any(ids & set(getattr(s, "buffers", ())) for s in program.steps)
+        assert [i.split(":")[0] for i in node.input].count("n") == 1 + twice
+        feeds = {"x:0": np.ones(4, np.float32), "n:0": np.array([3], np.int32)}
+        np.testing.assert_allclose(run(out, ["y:0"], feeds)[0], run(graph, ["y:0"], feeds)[0], rtol=1e-5)
+
+
+def test_gathers_from_variables_that_are_only_read_join(monkeypatch):
+    class Model(tf.Module):
+        def __init__(self):
+            self.table = tf.Variable(np.arange(40, dtype=np.float32).reshape(10, 4))
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)])
+        def read(self, ids):
+            return tf.tanh(tf.gather(self.table, ids)) + 1.0
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)])
+        def write(self, ids):
+            y = tf.tanh(tf.gather(self.table, ids)) + 1.0
+            self.table.scatter_sub(tf.IndexedSlices(y, ids))
+            return y
+
+    monkeypatch.setattr(devices, "is_cpu", lambda device: False)
+    model, plain, ids = Model(), Model(), tf.constant([1, 3, 3])
+    want = [np.asarray(getattr(plain, name)(ids)) for name in ("read", "write")]
+    tf_stitch.enable(GPU)
+    try:
+        for name, expected, kept in zip(("read", "write"), want, (False, True), strict=True):
+            np.testing.assert_allclose(getattr(model, name)(ids), expected, rtol=1e-6)
+            graph = hook.reports()[-1][1].graphs[0]
+            assert len(graph.clusters) == 1
+            assert any(n.op == "ResourceGather" for n in graph.left) == kept
+    finally:
+        tf_stitch.disable()
