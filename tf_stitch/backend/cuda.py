@@ -5,6 +5,7 @@ Environment: ``TF_STITCH_NVCC`` names the compiler; see :mod:`.cache` for where 
 """
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -211,7 +212,9 @@ def _driver() -> Any:
                            f"({error}).") from None
     try:
         driver.init()
-        driver.Device(0).retain_primary_context().push()
+        context = driver.Device(0).retain_primary_context()
+        context.push()
+        atexit.register(context.pop)  # PyCUDA aborts the process over one that is left
     except driver.Error as error:
         raise DeviceError(f"No GPU can be used: {error}.") from None
     return driver
