@@ -4,7 +4,6 @@
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,7 +36,7 @@ def compile_many(graphs: Sequence[Graph], options: Options, target: Target | Non
                  progress: Progress | None = None, workers: int = 0) -> list[Program]:
     """Programs of several graphs; the compilers run side by side, and equal texts are compiled once.
 
-    ``workers`` is how many compilers run at a time (0: one per core).  Errors as compile_graph's.
+    ``workers`` is how many compilers run at a time (0: one per usable core).  Errors as compile_graph's.
     """
     tell = progress or (lambda done, total, what: None)
     programs = []
@@ -71,7 +70,7 @@ def compile_texts(texts: Sequence[str], options: Options, tell: Progress,
     # a cubin is made from PTX: one job makes both
     jobs = [(t, some) for t in dict.fromkeys(texts) if t for some in ([levels] if on_gpu else [(x,) for x in levels])]
     out: dict[str, dict[str, bytes]] = {t: {} for t in texts}
-    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(workers or host.usable_cores()) as pool:
         codes = pool.map(lambda job: compile_text(*job), jobs)
         for i, ((text, some), code) in enumerate(zip(jobs, codes, strict=True)):
             out[text].update(code)

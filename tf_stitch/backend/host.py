@@ -82,6 +82,11 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def usable_cores() -> int:
+    """Cores that this process may use, at most 16: more compilers at a time only cost memory."""
+    return min(len(os.sched_getaffinity(0)), 16)
+
+
 # --- the compiler ----------------------------------------------------------------------------------
 
 def find_compiler() -> list[str]:
@@ -131,7 +136,7 @@ def compile_text(text: str, levels: Sequence[str] = ()) -> dict[str, bytes]:
     jobs = [functools.partial(_build, source, level, command) for level in levels]
     if len(jobs) == 1:
         return {levels[0]: jobs[0]()}
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
         return dict(zip(levels, pool.map(lambda job: job(), jobs), strict=True))
 
 

@@ -11,6 +11,7 @@ schedule for the union, and when the cost model expects it to pay.  In order:
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -145,7 +146,7 @@ class Planner:
         if merged is None:
             return False
         apart = [self.candidate(u.nodes) for u in units]
-        return any(a is None for a in apart) or merged.ns <= sum(a.ns for a in apart if a)
+        return any(a is None for a in apart) or merged.ns <= math.fsum(a.ns for a in apart if a)  # exact: sets have no order
 
     # --- steps --------------------------------------------------------------------------------------
 
@@ -282,7 +283,7 @@ class Planner:
         apart = [self.candidate(u.nodes) for u in units]
         if not all(apart):
             return True
-        return merged.compute_ns <= SLACK * sum(a.compute_ns for a in apart if a) + self.model.launches_ns
+        return merged.compute_ns <= SLACK * math.fsum(a.compute_ns for a in apart if a) + self.model.launches_ns
 
     def try_merge(self, unit: Unit, producer: Unit, refused: set[Unit]) -> Unit | None:
         both = frozenset((unit, producer))
@@ -338,13 +339,13 @@ class Planner:
         around = parts.around(nodes)
         if any(self.alone(u) for u in around) or not any(parts.consumers(parts.owner[n]) for n in nodes):
             return False
-        before, state, tried = sum(self.planned(u.nodes).ns for u in around), parts.state(), dict(self.tried)
+        before, state, tried = math.fsum(self.planned(u.nodes).ns for u in around), parts.state(), dict(self.tried)
         parts.let_float(nodes)
         near = parts.around(nodes)
         stale = frozenset().union(*(u.nodes for u in near), nodes)
         self.tried = {k: v for k, v in tried.items() if not k & stale}
         after = [self.candidate(u.nodes) for u in near]
-        if all(after) and sum(a.ns for a in after if a) < before:
+        if all(after) and math.fsum(a.ns for a in after if a) < before:
             return True
         parts.restore(state)
         self.tried = tried
