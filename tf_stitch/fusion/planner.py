@@ -146,7 +146,8 @@ class Planner:
         if merged is None:
             return False
         apart = [self.candidate(u.nodes) for u in units]
-        return any(a is None for a in apart) or merged.ns <= math.fsum(a.ns for a in apart if a)  # exact: sets have no order
+        # fsum is exact: sets have no order, and a plan must not depend on one
+        return any(a is None for a in apart) or merged.ns <= math.fsum(a.ns for a in apart if a)
 
     # --- steps --------------------------------------------------------------------------------------
 
