@@ -7,6 +7,7 @@ it includes, the compiler, the flags or TensorFlow changed.  Environment: ``CXX`
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -17,13 +18,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+HOST_MAIN = "custom_ops/host_main.cc"
 WARNINGS = ["-Wall", "-Wextra"]
 FLAGS = ["-O2", "-g0", "-fPIC", "-DNDEBUG", "-pthread"]
 LIBRARIES = ["-l:libtensorflow_cc.so.2", "-ldl", "-pthread"]
@@ -109,33 +112,61 @@ class Builder:
         os.replace(new, target)
         target.with_suffix(".json").write_text(json.dumps({"tensorflow": self.version, "compiler": self.cxx}) + "\n")
 
-    def build(self, sources: list[Path], target: Path) -> None:
-        """Brings ``target`` up to date; builds of one tree at the same time wait for each other."""
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Builds of one tree at the same time wait for each other."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self._build(sources, target)
+            yield
 
-    def _build(self, sources: list[Path], target: Path) -> None:
+    def build(self, sources: list[Path], target: Path) -> None:
+        """Brings the op library ``target`` up to date."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with self.locked():
+            stamp = self.folder / "linked"
+            fresh, objects = self.objects(sources)
+            made_from = "\n".join([self.key, str(target), *map(str, objects)])
+            if not fresh and target.exists() and target.with_suffix(".json").exists() \
+                    and stamp.exists() and stamp.read_text() == made_from:
+                return
+            stamp.unlink(missing_ok=True)
+            self.link(objects, target)
+            stamp.write_text(made_from)
+
+    def objects(self, sources: list[Path]) -> tuple[bool, list[Path]]:
+        """Brings the sources' objects up to date; (whether any was compiled, all of them)."""
         stale = [s for s in sources if self.is_stale(s)]
-        stamp = self.folder / "linked"
-        objects = [self.object_of(s) for s in sources]
-        made_from = "\n".join([self.key, str(target), *map(str, objects)])
-        if not stale and target.exists() and target.with_suffix(".json").exists() \
-                and stamp.exists() and stamp.read_text() == made_from:
-            return
-        stamp.unlink(missing_ok=True)
         if stale:
             self.flags  # noqa: B018  imported once, before the threads start
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             list(pool.map(self.compile, stale))
-        self.link(objects, target)
-        stamp.write_text(made_from)
+        return bool(stale), [self.object_of(s) for s in sources]
+
+    def build_host(self, sources: list[Path], main: list[Path], folder: Path) -> None:
+        """The op as a static archive, and the host program that it is linked into, whole."""
+        folder.mkdir(parents=True, exist_ok=True)
+        archive, host = folder / "libtf_stitch_ops.a", folder / "tf_stitch_host"
+        with self.locked():
+            fresh_ops, ops = self.objects(sources)
+            fresh_main, mains = self.objects(main)
+            if not (fresh_ops or fresh_main) and host.exists() and archive.exists() and not any(
+                    o.stat().st_mtime > min(host.stat().st_mtime, archive.stat().st_mtime) for o in ops + mains):
+                return
+            archive.unlink(missing_ok=True)
+            run(["ar", "rcs", *map(str, ops)], str(archive))
+            libraries = [flag for flag in self.flags[1] if flag.startswith("-L")]
+            paths = [f"-Wl,-rpath,{flag[2:]}" for flag in libraries]
+            new = host.with_suffix(".new")
+            run([*shlex.split(self.cxx), *map(str, mains), "-Wl,--whole-archive", str(archive), "-Wl,--no-whole-archive",
+                 *self.flags[1], *LIBRARIES, *paths, "-o", str(new)])
+            os.replace(new, host)
 
 
-def run(command: list[str]) -> None:
-    print("building", command[command.index("-o") + 1], flush=True)
+def run(command: list[str], archive: str = "") -> None:
+    if archive:  # ar names its target by place
+        command = [*command[:2], archive, *command[2:]]
+    print("building", archive or command[command.index("-o") + 1], flush=True)
     result = subprocess.run(command, check=False)
     if result.returncode:
         print(" ".join(command), flush=True)
@@ -168,6 +199,24 @@ class BuildOps(build_ext):
         return outputs + [str(Path(name).with_suffix(".json")) for name in outputs]
 
 
+class BuildHost(Command):
+    """The host program without Python (build/host/tf_stitch_host) and the archive that it holds."""
+
+    description = "build the host program without Python"
+    user_options: list[tuple[str, str | None, str]] = []
+
+    def initialize_options(self) -> None:
+        pass
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        ops = [ROOT / s for s in sources if not s.endswith("grappler_hook.cc")]  # the hook calls Python
+        host = [ROOT / HOST_MAIN, *sorted((ROOT / "custom_ops" / "host").glob("*.cc"))]
+        Builder(ROOT / "build" / "custom_ops").build_host(ops, host, ROOT / "build" / "host")
+
+
 class PlatformWheel(bdist_wheel):
     """The op library does not depend on the Python version, only on the platform."""
 
@@ -175,9 +224,9 @@ class PlatformWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "custom_ops").glob("*.cc"))
+sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "custom_ops").glob("*.cc") if p.name != Path(HOST_MAIN).name)
 headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "custom_ops").glob("*.h"))
 setup(
     ext_modules=[Extension("tf_stitch._ops", sources, depends=headers)] if sources else [],
-    cmdclass={"build_ext": BuildOps, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_ext": BuildOps, "build_host": BuildHost, "bdist_wheel": PlatformWheel},
 )

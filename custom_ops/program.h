@@ -111,6 +111,9 @@ struct Program {
   std::string text;
 };
 
+// The CRC-32 of zlib and zip files.
+uint32_t Crc32(std::string_view data);
+
 // Parses and checks `data`.  Returns false and sets `error` to a phrase that says what is wrong.
 bool ParseProgram(std::string_view data, Program* program, std::string* error);
 
