@@ -107,7 +107,6 @@ std::string CudaPlan::Where(const Launch& launch) const {
 
 bool CudaPlan::Misaligned(void* const* memory) const {
   for (const Launch& l : launches_) {
-    if (l.kernel) continue;
     for (uint32_t id : program_.steps[l.step].buffers) {
       if (reinterpret_cast<uintptr_t>(memory[id]) % cuda::kMatmulAlignment) return true;
     }

@@ -73,7 +73,7 @@ class CudaPlan : public PlanExtra {
   std::string Run(void* const* memory, void* workspace, cuda::Stream stream, bool graphs,
                   const std::function<void(size_t step, bool starts)>* observe, std::string* note);
 
-  // True when a library step would get an operand at an address that it cannot take.
+  // True when a step would get a tensor at an address that it cannot take (wide accesses, the matrix library).
   bool Misaligned(void* const* memory) const;
 
  private:

@@ -135,10 +135,18 @@ class Loops:
     def lane_loop(self, clauses: str = "", span: str = "") -> Iterator[None]:
         """The vector loop; ``span`` replaces the dim's own offset and extent."""
         assert self.lane is not None
+        four = "4" if not span and self._in_fours() else ""
         span = f"{self._name(self.lane)}, {span}" if span else self._range(self.lane)
-        macro = f"TS_LANES_FOLD({span}, {self.lanes}, {clauses})" if clauses else f"TS_LANES({span}, {self.lanes})"
+        fold = "_FOLD" if clauses else ""
+        macro = f"TS_LANES{fold}{four}({span}, {self.lanes}{f', {clauses}' if clauses else ''})"
         with self.scopes.block(macro, (f"ts_i{self.lane}",)):
             yield
+
+    def _in_fours(self) -> bool:
+        """True when every lane of a GPU can take whole runs of four neighbours."""
+        assert self.lane is not None
+        ext = self.box[self.lane][1]
+        return not self.e.kernel.target.is_host and isinstance(ext, int) and ext > 0 and ext % (4 * self.lanes) == 0
 
     # --- stages -------------------------------------------------------------------------------------
 

@@ -41,8 +41,8 @@ class Target:
 
 HOST = Target("host", shared_bytes=256 * 1024, vector_bytes=64, threads=1, lanes=1, min_blocks=32,
               block_work=8192, cores=16)
-CUDA = Target("cuda", shared_bytes=20 * 1024, vector_bytes=16, threads=256, lanes=32, min_blocks=264,
-              block_work=4096, cores=132)
+CUDA = Target("cuda", shared_bytes=36 * 1024, vector_bytes=16, threads=256, lanes=32, min_blocks=264,
+              block_work=8192, cores=132)
 
 
 def of_options(options: Options) -> Target:

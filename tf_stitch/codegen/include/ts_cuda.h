@@ -38,8 +38,9 @@
 #define TS_ENTER(bits)                      \
   typedef ts_index_type<bits>::type ts_idx; \
   extern __shared__ __align__(64) char ts_shared[];
-#define TS_IN(T, name, k) const T* __restrict__ name = (const T*)ts_p.words[k];
-#define TS_OUT(T, name, k) T* __restrict__ name = (T*)ts_p.words[k];
+#define TS_IN(T, name, k) \
+  const T* __restrict__ name = (const T*)__builtin_assume_aligned((const void*)ts_p.words[k], 16);
+#define TS_OUT(T, name, k) T* __restrict__ name = (T*)__builtin_assume_aligned((void*)ts_p.words[k], 16);
 #define TS_DIM(name, k) const ts_idx name = (ts_idx)ts_p.words[ts_p.NB + (k)];
 #define TS_SHARED(T, name, offset) T* name = (T*)(ts_shared + (offset));
 
@@ -75,6 +76,12 @@
 #define TS_GATHER_SUM(a, L) a[0] = ts_gather_sum<L>(a[0]);
 #define TS_STEPS(t, off, ext, step) for (ts_idx t = (off); t < (off) + (ext); t += (step))
 #define TS_LANES(i, off, ext, L) TS_UNROLL_(unroll 4) for (ts_idx i = (off) + TS_LANE_(L); i < (off) + (ext); i += (L))
+// Four neighbours for every lane, where the extent is a multiple of 4 L: the compiler makes one wide access of them.
+// Buffers begin at multiples of 16 bytes.
+#define TS_LANES4(i, off, ext, L)                                                                                   \
+  TS_UNROLL_(unroll 2) for (ts_idx i##_four = (off) + 4 * TS_LANE_(L); i##_four < (off) + (ext); i##_four += 4 * (L)) \
+    TS_UNROLL_(unroll) for (ts_idx i = i##_four; i < i##_four + 4; ++i)
+#define TS_LANES_FOLD4(i, off, ext, L, ...) TS_LANES4(i, off, ext, L)
 #define TS_LANES_FOLD(i, off, ext, L, ...) TS_LANES(i, off, ext, L)
 #define TS_ONE(L) if (TS_LANE_(L) == 0)
 

@@ -41,6 +41,8 @@ struct ts_problem {
 #define TS_STEPS(t, off, ext, step) for (ts_idx t = (off); t < (off) + (ext); t += (step))
 #define TS_LANES(i, off, ext, L) TS_PRAGMA_(omp simd) TS_FOR_(i, off, ext)
 #define TS_LANES_FOLD(i, off, ext, L, ...) TS_PRAGMA_(omp simd __VA_ARGS__) TS_FOR_(i, off, ext)
+#define TS_LANES4 TS_LANES
+#define TS_LANES_FOLD4 TS_LANES_FOLD
 #define TS_ONE(L)
 
 // Per-lane accumulators: an array of one strip of lanes here, a register of every thread on a GPU.
