@@ -46,7 +46,7 @@ class GraphReport:
 
     Attributes:
       name: of the function; "" for the main graph.
-      untouched: why the whole graph was left as it was, or None.
+      untouched: why the whole graph was left as it was, or None; its compute ops then count as left.
       nodes_before, nodes_after: number of nodes.
       free_ops: compute ops outside MatMul, Conv and pools: what the coverage is measured against.
       clusters, left: what was stitched, what was not.
@@ -105,7 +105,13 @@ class Report:
 
     @property
     def coverage(self) -> float:
-        """Share of the compute ops outside MatMul, Conv and pools that are stitched (1.0 when there are none)."""
+        """Share of the compute ops outside MatMul, Conv and pools that are stitched (1.0 when there are none).
+
+        Counted are the nodes of the main graph and of every function of its library, those of functions left whole
+        included, but for: matrix products, convolutions, pools and their gradients; ops that do no work (Const,
+        Placeholder, Identity, NoOp, Shape, Reshape, ExpandDims, reading and assigning variables, control flow,
+        calls); functions that save or restore checkpoints; and what no result needs, which TensorFlow never runs.
+        """
         free = sum(g.free_ops for g in self.graphs)
         return self.stitched_ops / free if free else 1.0
 

@@ -270,6 +270,7 @@ def test_functions_that_xla_compiles_stay():
     out, report = rewrite(gd, NATIVE)
     xla = [g for g in report.graphs if g.untouched and "XLA" in g.untouched]
     assert len(xla) == 1 and not xla[0].clusters
+    assert sorted(n.op for n in xla[0].left) == ["AddV2", "Exp", "Mul"] and report.coverage == 2 / 5
     original = {f.signature.name: f for f in gd.library.function}
     (kept,) = [f for f in out.library.function if f.signature.name == xla[0].name]
     assert kept == original[kept.signature.name]

@@ -148,15 +148,20 @@ def _read_on_host(view: GraphView, name: str, why: Mapping[str, str | None]) -> 
     return False
 
 
+def computes(op: str) -> bool:
+    """False for ops that do no work: those that hold, name, route or call, and those that move no data."""
+    return not (op in PLUMBING or lower.is_metadata(op))
+
+
 def _describe(view: GraphView, n: NodeView, options: Options) -> NodeInfo:
     outputs = view.num_outputs(n.name)
-    computes = not (n.op in PLUMBING or lower.is_metadata(n.op) or n.op in view.library)
+    works = computes(n.op) and n.op not in view.library
     return NodeInfo(
         n.name, n.op, n.inputs, n.control_inputs, n.device, outputs, _why_not(view, n, options),
         small_const=lower.is_literal(view, n),
         small_integer=all(_is_small_integer(view, (n.name, p)) for p in range(outputs)),
         symbolic=n.op in lower.SYMBOLIC or n.op == "BroadcastGradientArgs",
-        computes=computes, pure=_is_pure(n), frame_name=n.attr("frame_name", "") if n.op in ENTER else "")
+        computes=works, pure=_is_pure(n), frame_name=n.attr("frame_name", "") if n.op in ENTER else "")
 
 
 def _is_pure(n: NodeView) -> bool:

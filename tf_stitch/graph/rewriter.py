@@ -94,6 +94,8 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
 
 
 _IS_FALLBACK = "it is the fallback of a stitched op"
+_IS_STITCHED = "it is stitched already"
+_IS_CHECKPOINT = "it saves or restores variables"
 _OUTSIDE = "it is outside of the functions to be stitched"
 
 
@@ -103,7 +105,7 @@ def _untouchable(graph: graph_pb2.GraphDef) -> dict[str, str]:
     out: dict[str, str] = {}
     nodes = [*graph.node, *(n for f in library.values() for n in f.node_def)]
     out.update((n.attr["fallback"].func.name, _IS_FALLBACK) for n in nodes if n.op == OP)
-    out.update((name, "it saves or restores variables") for name, f in library.items()
+    out.update((name, _IS_CHECKPOINT) for name, f in library.items()
                if any(n.op in ("SaveV2", "RestoreV2") for n in f.node_def))
     out.update((name, "its types are not fixed") for name, f in library.items() if f.signature.attr)
     stack = [n for n, f in library.items() if _is_xla(f.attr)]
@@ -163,7 +165,7 @@ class _Place:
         if self.view is None:
             return
         if any(n.op == OP for n in self.view):
-            self.why_untouched = "it is stitched already"
+            self.why_untouched = _IS_STITCHED
             return
         try:
             self.infos = clusters.describe(self.view, self.options)
@@ -282,9 +284,8 @@ class _Place:
     # --- reporting -----------------------------------------------------------------------------------
 
     def report(self) -> GraphReport:
-        if self.view is None or not self.infos:
-            ops = len(_nodes_of(self.source))
-            return GraphReport(self.name, self.why_untouched, ops, ops, 0, [], [], [])
+        if self.why_untouched is not None:
+            return self._report_whole(self.why_untouched)
         reports = [self._cluster_report(k, job) for k, job in enumerate(self.jobs)]
         left = [LeftNode(x.node, x.op, x.reason, lower.is_contraction(x.op)) for x in self.found.left]
         # Shape arithmetic that every reader computes for itself is neither stitched nor left.
@@ -292,6 +293,14 @@ class _Place:
         before = len(_nodes_of(self.source))
         after = before if self.nodes_after < 0 else self.nodes_after
         return GraphReport(self.name, self.why_untouched, before, after, free, reports, left, self._edges())
+
+    def _report_whole(self, why: str) -> GraphReport:
+        """A graph left as it is: its compute ops count as left, unless they are no part of the model's arithmetic."""
+        nodes = _nodes_of(self.source)
+        counted = () if why in (_IS_STITCHED, _IS_CHECKPOINT) else [n for n in nodes if clusters.computes(n.op)]
+        left = [LeftNode(n.name, n.op, why, lower.is_contraction(n.op)) for n in counted]
+        free = sum(not x.contraction for x in left)
+        return GraphReport(self.name, why, len(nodes), len(nodes), free, [], left, [])
 
     def _cluster_report(self, k: int, job: _Job) -> ClusterReport:
         assert self.view is not None
