@@ -13,6 +13,7 @@ from tf_stitch.graph.view import GraphView
 from tf_stitch.ir import interp
 
 GRAPHS, BATCHES = 50, (3, 1, 6)
+REFUSALS = ("is not known from shapes", "is not a constant", "-1 beside a dim of 0 is not determined")
 
 
 def describe(g) -> str:
@@ -67,7 +68,7 @@ def test_random_graphs(seed):
             try:
                 more, less = compare(run, view, g, seed + i, wanted)
             except ImportFailed as e:
-                assert "is not known from shapes" in str(e) or "is not a constant" in str(e), f"{e}\n{describe(g)}"
+                assert any(why in str(e) for why in REFUSALS), f"{e}\n{describe(g)}"
                 refused += 1
                 continue
             except (AssertionError, ValueError, IndexError) as e:
