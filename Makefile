@@ -2,22 +2,23 @@
 #   make demo    rewrite a real model, run it, compare          make bench   compare with TensorFlow and XLA
 #   make test    the test suite                                 make lint    ruff, mypy, clang-format
 #   make wheel   a wheel in dist/                               make clean   remove all that was built
+#   make host    a server without Python, build/host/           make load    100,000 requests to it, answers checked
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
 PYTEST_ARGS ?=
 TEST_JOBS ?= 2
 
 BIN := .venv/bin
 STAMPS := .venv/stamps
-CXX_FILES := $(wildcard custom_ops/*.cc custom_ops/*.h tests/*/*.cc)  # the headers of codegen/include are tables
+CXX_FILES := $(wildcard custom_ops/*.cc custom_ops/*.h custom_ops/*/*.cc custom_ops/*/*.h tests/*/*.cc)  # the headers of codegen/include are tables
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format bench wheel build clean
+.PHONY: demo test lint format bench wheel build clean host load
 
 demo: $(STAMPS)/models build
 	$(BIN)/python -m models.demo
 
-test: $(STAMPS)/test $(STAMPS)/models build
+test: $(STAMPS)/test $(STAMPS)/models build host
 	$(BIN)/python -m pytest -n $(TEST_JOBS) $(PYTEST_ARGS)
 
 bench: $(STAMPS)/models build
@@ -34,6 +35,13 @@ format: $(STAMPS)/lint
 # The op library: setup.py compiles only what changed.
 build: $(STAMPS)/base
 	@TF_STITCH_WERROR=1 $(BIN)/python setup.py -q build_ext --inplace
+
+# The op as a static archive, linked into a server that loads any rewritten SavedModel.
+host: $(STAMPS)/base
+	@TF_STITCH_WERROR=1 $(BIN)/python setup.py -q build_host
+
+load: $(STAMPS)/models build host
+	$(BIN)/python -m models.load
 
 wheel: $(STAMPS)/base
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .

@@ -94,16 +94,22 @@ class Shown:
         return bool(self.report.clusters) and all(e <= TOLERANCE for e in self.errors.values())
 
 
-def show(model: Model, folder: Path) -> Shown:
-    """Saves, rewrites and runs a model; compares it with TensorFlow at every batch size."""
+def save(model: Model, folder: Path) -> Path:
+    """Exports a model with seeded weights; returns where it is."""
     keras.utils.set_random_seed(1)
     net, rng = model.build(), np.random.default_rng(1)
     for layer in net.layers:  # trained-looking statistics: the initial 0 and 1 would hide mistakes
         if isinstance(layer, layers.BatchNormalization):
             layer.moving_mean.assign(0.1 * rng.standard_normal(layer.moving_mean.shape))
             layer.moving_variance.assign(rng.uniform(0.5, 1.5, layer.moving_variance.shape))
-    plain_path, stitched_path = str(folder / net.name), str(folder / f"{net.name}_stitched")
-    net.export(plain_path, verbose=False)
+    net.export(str(folder / net.name), verbose=False)
+    return folder / net.name
+
+
+def show(model: Model, folder: Path) -> Shown:
+    """Saves, rewrites and runs a model; compares it with TensorFlow at every batch size."""
+    plain_path = str(save(model, folder))
+    stitched_path, rng = f"{plain_path}_stitched", np.random.default_rng(2)
     start = time.perf_counter()
     report = tf_stitch.rewrite_saved_model(plain_path, stitched_path, verify=False)
     seconds = time.perf_counter() - start

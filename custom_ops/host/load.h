@@ -40,7 +40,7 @@ struct LoadResult {
 // Inputs drawn for a signature: normal floats, small integers, short strings.
 NamedTensors DrawInputs(const Signature& signature, const LoadOptions& options, int64_t batch, uint64_t seed);
 
-// Sends the cases in turn from all threads at once.
+// Sends the cases in turn from all threads at once, after each was sent once.
 LoadResult RunLoad(const Model& model, const std::vector<Case>& cases, const LoadOptions& options);
 
 int64_t ResidentBytes();
