@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/synchronization/notification.h"
 #include "counters.h"
 #include "tensorflow/core/common_runtime/device_mgr.h"
 #include "tensorflow/core/framework/device.h"
@@ -61,6 +62,18 @@ absl::Status SetOutputs(OpKernelContext* ctx, const std::vector<Tensor>& results
 }  // namespace
 
 void Fallback::Run(OpKernelContext* ctx, AsyncOpKernel::DoneCallback done) {
+  Run(ctx, ctx->runner(), ctx->run_all_kernels_inline(), std::move(done));
+}
+
+void Fallback::RunHere(OpKernelContext* ctx) {
+  Runner here = [](const std::function<void()>& work) { work(); };
+  absl::Notification finished;
+  Run(ctx, &here, /*run_all_kernels_inline=*/true, [&finished] { finished.Notify(); });
+  finished.WaitForNotification();
+}
+
+void Fallback::Run(OpKernelContext* ctx, Runner* runner, bool run_all_kernels_inline,
+                   AsyncOpKernel::DoneCallback done) {
   ++GlobalCounters().fallbacks;
   FunctionLibraryRuntime* lib = ctx->function_library();
   OP_REQUIRES_ASYNC(ctx, lib != nullptr, absl::InternalError("No function library to run a stitched fallback with."),
@@ -73,8 +86,8 @@ void Fallback::Run(OpKernelContext* ctx, AsyncOpKernel::DoneCallback done) {
   state->options.collective_executor = ctx->collective_executor();
   state->options.stats_collector = ctx->stats_collector();
   state->options.step_container = ctx->step_container();
-  state->options.runner = ctx->runner();
-  state->options.run_all_kernels_inline = ctx->run_all_kernels_inline();
+  state->options.runner = runner;
+  state->options.run_all_kernels_inline = run_all_kernels_inline;
   if (on_gpu_) {  // copies between memories go through a rendezvous: one of its own for each run
     state->options.rendezvous = nullptr;
     state->options.create_rendezvous = true;

@@ -2,6 +2,7 @@
 #ifndef TF_STITCH_CUSTOM_OPS_OP_FALLBACK_H_
 #define TF_STITCH_CUSTOM_OPS_OP_FALLBACK_H_
 
+#include <functional>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -22,7 +23,14 @@ class Fallback {
 
   void Run(tensorflow::OpKernelContext* ctx, tensorflow::AsyncOpKernel::DoneCallback done);
 
+  // Runs it on this thread, which waits only for the device: threads of a pool may all be here at once.
+  void RunHere(tensorflow::OpKernelContext* ctx);
+
  private:
+  using Runner = std::function<void(std::function<void()>)>;
+
+  void Run(tensorflow::OpKernelContext* ctx, Runner* runner, bool run_all_kernels_inline,
+           tensorflow::AsyncOpKernel::DoneCallback done);
   using Runtime = tensorflow::FunctionLibraryRuntime;
 
   absl::Status Instantiate(Runtime* lib, tensorflow::OpKernelContext* ctx, Runtime::Handle* handle);

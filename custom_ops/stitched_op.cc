@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "counters.h"
-#include "op_base.h"
 #include "plan.h"
 #include "program.h"
 #include "runtime_host.h"
+#include "stitched_node.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -24,6 +24,7 @@
 
 namespace tf_stitch {
 
+using tensorflow::AsyncOpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::PartialTensorShape;
@@ -62,23 +63,33 @@ output_shapes: what is known of the results' shapes; empty when nothing is.
 
 namespace {
 
-class StitchedProgramOp : public StitchedOp {
+class StitchedProgramOp : public AsyncOpKernel {
  public:
-  explicit StitchedProgramOp(OpKernelConstruction* ctx) : StitchedOp(ctx, /*on_gpu=*/false) {
-    Prepare(ctx, [this] {
+  explicit StitchedProgramOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx), node_(ctx, /*on_gpu=*/false) {
+    node_.Prepare(ctx, [this] {
       std::string error;
-      code_ = HostCode::Load(program(), &error);
+      code_ = HostCode::Load(node_.program(), &error);
       return code_ ? std::string() : error;
     });
   }
 
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    if (node_.ready() && RunStitched(ctx)) {
+      done();
+    } else {
+      node_.fallback().Run(ctx, std::move(done));
+    }
+  }
+
  private:
-  bool RunStitched(OpKernelContext* ctx) override {
-    std::shared_ptr<const Plan> plan = PlanFor(ctx, &plans_);
+  // Runs the program and sets the outputs; false, with nothing set, when the fallback has to run.
+  bool RunStitched(OpKernelContext* ctx) {
+    const Program& program = node_.program();
+    std::shared_ptr<const Plan> plan = node_.PlanFor(ctx, &plans_);
     if (!plan) return false;
-    tsl::profiler::TraceMe trace([this] { return "tf_stitch:" + program().name; });
-    Memory memory;
-    if (!Allocate(ctx, *plan, plan->arena_bytes, &memory)) return false;
+    tsl::profiler::TraceMe trace([&] { return "tf_stitch:" + program.name; });
+    StitchedNode::Memory memory;
+    if (!node_.Allocate(ctx, *plan, plan->arena_bytes, &memory)) return false;
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
     auto parallel_for = [workers](int64_t total, int64_t block, const std::function<void(int64_t, int64_t)>& fn) {
       workers->workers->ParallelFor(total, tensorflow::thread::ThreadPool::SchedulingParams::Fixed(block), fn);
@@ -86,19 +97,20 @@ class StitchedProgramOp : public StitchedOp {
     int64_t activity = 0;
     Observe observe = [&](size_t step, bool starts) {  // one profiler event per kernel
       if (starts) {
-        activity = tsl::profiler::TraceMe::ActivityStart([&] { return "tf_stitch_kernel:" + Label(step); });
+        activity = tsl::profiler::TraceMe::ActivityStart([&] { return "tf_stitch_kernel:" + node_.Label(step); });
       } else {
         tsl::profiler::TraceMe::ActivityEnd(activity);
       }
     };
     const Observe* observer = tsl::profiler::TraceMe::Active() ? &observe : nullptr;
-    if (RunHost(program(), *code_, *plan, memory.addresses.data(), parallel_for, workers->num_threads, observer)) {
+    if (RunHost(program, *code_, *plan, memory.addresses.data(), parallel_for, workers->num_threads, observer)) {
       return false;
     }
-    SetOutputs(ctx, &memory);
+    node_.SetOutputs(ctx, &memory);
     return true;
   }
 
+  StitchedNode node_;
   std::unique_ptr<HostCode> code_;
   PlanCache plans_;
 };

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "op_base.h"
 #include "runtime_cuda.h"
+#include "stitched_node.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/platform/tensor_float_32_utils.h"
 #include "tensorflow/core/profiler/lib/traceme.h"
@@ -22,6 +22,7 @@
 namespace tf_stitch {
 namespace {
 
+using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
@@ -38,10 +39,16 @@ cuda::Stream StreamOf(stream_executor::Stream* stream) {
   return static_cast<cuda::Stream>(stream->platform_specific_handle().stream);
 }
 
-class StitchedProgramGpuOp : public StitchedOp {
+// Synchronous, though the fallback is a function: what follows an asynchronous kernel is handed to another thread,
+// which takes longer than launching a program.
+class StitchedProgramGpuOp : public OpKernel {
  public:
-  explicit StitchedProgramGpuOp(OpKernelConstruction* ctx) : StitchedOp(ctx, /*on_gpu=*/true) {
-    Prepare(ctx, [this, ctx] { return Load(ctx); });
+  explicit StitchedProgramGpuOp(OpKernelConstruction* ctx) : OpKernel(ctx), node_(ctx, /*on_gpu=*/true) {
+    node_.Prepare(ctx, [this, ctx] { return Load(ctx); });
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    if (!node_.ready() || !RunStitched(ctx)) node_.fallback().RunHere(ctx);
   }
 
  private:
@@ -55,9 +62,9 @@ class StitchedProgramGpuOp : public StitchedOp {
     cuda::Context context;
     cuda::Result result = driver->StreamGetCtx(StreamOf(info->stream), &context);
     if (result) return cuda::Describe(*driver, result) + " while asking for the stream's context";
-    code_ = CudaCode::Load(program(), context, &error);
-    for (const Step& s : program().steps) {
-      has_float_products_ |= s.kind == Step::Kind::kLibrary && program().buffers[s.buffers[0]].dtype == 1;
+    code_ = CudaCode::Load(node_.program(), context, &error);
+    for (const Step& s : node_.program().steps) {
+      has_float_products_ |= s.kind == Step::Kind::kLibrary && node_.program().buffers[s.buffers[0]].dtype == 1;
     }
     return code_ ? "" : error;
   }
@@ -66,28 +73,29 @@ class StitchedProgramGpuOp : public StitchedOp {
 
   // Finds the inputs to copy; says what lies in the wrong memory.
   std::string CheckMemory() {
-    for (const Symbol& s : program().symbols) {
-      if (s.kind == SymbolKind::kValue && !OnHost(program().buffers[program().inputs[s.param]])) {
+    for (const Symbol& s : node_.program().symbols) {
+      if (s.kind == SymbolKind::kValue && !OnHost(node_.program().buffers[node_.program().inputs[s.param]])) {
         return "size '" + s.name + "' is read from input " + std::to_string(s.param) +
                ", which is not in host memory; the attr _input_hostmem must name it";
       }
     }
-    for (uint32_t id : program().inputs) {
-      const Buffer& b = program().buffers[id];
+    for (uint32_t id : node_.program().inputs) {
+      const Buffer& b = node_.program().buffers[id];
       if (OnHost(b) && (b.first_step >= 0 || AliasedOnDevice(b.index))) copied_.push_back(b.index);
     }
-    for (uint32_t id : program().outputs) {
-      const Buffer& b = program().buffers[id];
+    for (uint32_t id : node_.program().outputs) {
+      const Buffer& b = node_.program().buffers[id];
       if (output_memory_types()[b.index] != tensorflow::HOST_MEMORY) continue;
-      if (b.backing == Backing::kInput && OnHost(program().buffers[program().inputs[b.backing_index]])) continue;
+      if (b.backing == Backing::kInput && OnHost(node_.program().buffers[node_.program().inputs[b.backing_index]]))
+        continue;
       return "output " + std::to_string(b.index) + " is wanted in host memory";
     }
     return "";
   }
 
   bool AliasedOnDevice(uint32_t input) const {
-    for (uint32_t id : program().outputs) {
-      const Buffer& b = program().buffers[id];
+    for (uint32_t id : node_.program().outputs) {
+      const Buffer& b = node_.program().buffers[id];
       if (b.backing == Backing::kInput && b.backing_index == input &&
           output_memory_types()[b.index] == tensorflow::DEVICE_MEMORY) {
         return true;
@@ -96,26 +104,27 @@ class StitchedProgramGpuOp : public StitchedOp {
     return false;
   }
 
-  bool RunStitched(OpKernelContext* ctx) override {
+  // Runs the program and sets the outputs or an error; false, with nothing set, when the fallback has to run.
+  bool RunStitched(OpKernelContext* ctx) {
     bool tf32 = has_float_products_ && tensorflow::tensor_float_32_execution_enabled();
-    std::shared_ptr<const Plan> plan = PlanFor(ctx, &plans_[tf32]);
+    std::shared_ptr<const Plan> plan = node_.PlanFor(ctx, &plans_[tf32]);
     if (!plan) return false;
-    tsl::profiler::TraceMe trace([this] { return "tf_stitch:" + program().name; });
+    tsl::profiler::TraceMe trace([this] { return "tf_stitch:" + node_.program().name; });
     std::call_once(plan->extra_once, [&] {
       cuda::ScopedContext scope(code_->driver(), code_->context());
-      plan->extra = std::make_unique<CudaPlan>(program(), *plan, code_, tf32);
+      plan->extra = std::make_unique<CudaPlan>(node_.program(), *plan, code_, tf32);
     });
     auto* ready = static_cast<CudaPlan*>(plan->extra.get());
     if (!ready->error().empty()) return Refuse(ready->error());
 
     cuda::Stream stream = StreamOf(ctx->op_device_context()->stream());
-    Memory memory;
+    StitchedNode::Memory memory;
     std::vector<Tensor> copies(copied_.size());
     std::string error;
     if (!CopyInputs(ctx, stream, &memory, &copies, &error)) return Finish(ctx, error);
-    if (!Allocate(ctx, *plan, plan->arena_bytes + ready->workspace_bytes(), &memory)) return false;
+    if (!node_.Allocate(ctx, *plan, plan->arena_bytes + ready->workspace_bytes(), &memory)) return false;
     if (ready->Misaligned(memory.addresses.data())) {
-      return Refuse("an operand of a matrix product is not at a multiple of 16 bytes");
+      return Refuse("a tensor does not begin at a multiple of 16 bytes");
     }
     void* workspace = ready->workspace_bytes() ? static_cast<char*>(memory.arena.data()) + plan->arena_bytes : nullptr;
     std::string note;
@@ -123,7 +132,7 @@ class StitchedProgramGpuOp : public StitchedOp {
     if (!note.empty()) {
       WarnOnce("tf_stitch: node '" + name() + "' runs without CUDA graphs: " + note + ".");
     }
-    if (error.empty()) SetOutputs(ctx, &memory);
+    if (error.empty()) node_.SetOutputs(ctx, &memory);
     return Finish(ctx, error);
   }
 
@@ -135,7 +144,7 @@ class StitchedProgramGpuOp : public StitchedOp {
     int64_t activity = 0;
     std::function<void(size_t, bool)> observe = [&](size_t step, bool starts) {  // one profiler event per launch
       if (starts) {
-        activity = tsl::profiler::TraceMe::ActivityStart([&] { return "tf_stitch_kernel:" + Label(step); });
+        activity = tsl::profiler::TraceMe::ActivityStart([&] { return "tf_stitch_kernel:" + node_.Label(step); });
       } else {
         tsl::profiler::TraceMe::ActivityEnd(activity);
       }
@@ -157,7 +166,7 @@ class StitchedProgramGpuOp : public StitchedOp {
   }
 
   // Fills memory->inputs, with copies of inputs that lie in host memory and are used on the device.
-  bool CopyInputs(OpKernelContext* ctx, cuda::Stream stream, Memory* memory, std::vector<Tensor>* copies,
+  bool CopyInputs(OpKernelContext* ctx, cuda::Stream stream, StitchedNode::Memory* memory, std::vector<Tensor>* copies,
                   std::string* error) const {
     if (copied_.empty()) return true;
     for (int i = 0; i < ctx->num_inputs(); ++i) memory->inputs.push_back(&ctx->input(i));
@@ -180,6 +189,7 @@ class StitchedProgramGpuOp : public StitchedOp {
     return true;
   }
 
+  StitchedNode node_;
   std::shared_ptr<CudaCode> code_;
   std::vector<uint32_t> copied_;     // inputs in host memory that are used on the device too
   bool has_float_products_ = false;  // then TF32 makes other products, and other plans

@@ -1,6 +1,6 @@
 // What the CPU and the GPU kernel of the StitchedProgram op share.
-#ifndef TF_STITCH_CUSTOM_OPS_OP_BASE_H_
-#define TF_STITCH_CUSTOM_OPS_OP_BASE_H_
+#ifndef TF_STITCH_CUSTOM_OPS_STITCHED_NODE_H_
+#define TF_STITCH_CUSTOM_OPS_STITCHED_NODE_H_
 
 #include <functional>
 #include <memory>
@@ -17,13 +17,10 @@ namespace tf_stitch {
 // Logs each distinct message once per process: a node may be instantiated many times.
 void WarnOnce(const std::string& message);
 
-// Runs the program's own kernels where it can, and else the fallback function, which holds the nodes that the op
-// replaced.
-class StitchedOp : public tensorflow::AsyncOpKernel {
+// A StitchedProgram node: its program and its fallback function.  A kernel runs the program where it can, and else the
+// fallback, which holds the operations that the node replaced.
+class StitchedNode {
  public:
-  void ComputeAsync(tensorflow::OpKernelContext* ctx, DoneCallback done) override;
-
- protected:
   // Where a run's buffers lie.
   struct Memory {
     absl::InlinedVector<const tensorflow::Tensor*, 16> inputs;
@@ -32,14 +29,11 @@ class StitchedOp : public tensorflow::AsyncOpKernel {
     absl::InlinedVector<void*, 32> addresses;  // by buffer
   };
 
-  StitchedOp(tensorflow::OpKernelConstruction* ctx, bool on_gpu);
+  StitchedNode(tensorflow::OpKernelConstruction* ctx, bool on_gpu);
 
   // Parses and checks the program, then calls `load`, which says why the program cannot be used, or "".  Without it,
   // and after a failure (which is logged), only the fallback runs.
   void Prepare(tensorflow::OpKernelConstruction* ctx, const std::function<std::string()>& load);
-
-  // Runs the program and sets the outputs or an error status; false, with nothing set, when the fallback has to run.
-  virtual bool RunStitched(tensorflow::OpKernelContext* ctx) = 0;
 
   // The plan for the inputs at hand; null when the kernels cannot run them.
   std::shared_ptr<const Plan> PlanFor(tensorflow::OpKernelContext* ctx, PlanCache* plans) const;
@@ -52,16 +46,20 @@ class StitchedOp : public tensorflow::AsyncOpKernel {
   // What the profiler shows for a step: the kernel, and the node that its last result comes from.
   std::string Label(size_t step) const;
 
+  const std::string& name() const { return name_; }
   const Program& program() const { return program_; }
+  bool ready() const { return ready_; }  // false: only the fallback runs
+  Fallback& fallback() { return *fallback_; }
 
  private:
   std::string Parse(tensorflow::OpKernelConstruction* ctx);
 
+  const std::string name_;
   std::unique_ptr<Fallback> fallback_;
   Program program_;
-  bool ready_ = false;  // false: only the fallback runs
+  bool ready_ = false;
 };
 
 }  // namespace tf_stitch
 
-#endif  // TF_STITCH_CUSTOM_OPS_OP_BASE_H_
+#endif  // TF_STITCH_CUSTOM_OPS_STITCHED_NODE_H_

@@ -1,4 +1,4 @@
-#include "op_base.h"
+#include "stitched_node.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -64,8 +64,7 @@ bool ReadSignature(const Program& program, OpKernelContext* ctx, Signature* sign
 }
 
 // What the program says of inputs and outputs must be what the node says; an error phrase, or "".
-std::string CheckTypes(const Program& program, const tensorflow::DataTypeVector& in,
-                       const tensorflow::DataTypeVector& out) {
+std::string CheckTypes(const Program& program, tensorflow::DataTypeSlice in, tensorflow::DataTypeSlice out) {
   if (program.inputs.size() != in.size()) return "it is made for another number of inputs";
   if (program.outputs.size() != out.size()) return "it is made for another number of outputs";
   for (size_t i = 0; i < in.size(); ++i) {
@@ -86,13 +85,13 @@ void WarnOnce(const std::string& message) {
   if (said.size() < 1000 && said.insert(message).second) LOG(WARNING) << message;
 }
 
-StitchedOp::StitchedOp(OpKernelConstruction* ctx, bool on_gpu) : AsyncOpKernel(ctx) {
+StitchedNode::StitchedNode(OpKernelConstruction* ctx, bool on_gpu) : name_(ctx->def().name()) {
   tensorflow::NameAttrList function;
   OP_REQUIRES_OK(ctx, ctx->GetAttr("fallback", &function));
   fallback_ = std::make_unique<Fallback>(std::move(function), on_gpu);
 }
 
-void StitchedOp::Prepare(OpKernelConstruction* ctx, const std::function<std::string()>& load) {
+void StitchedNode::Prepare(OpKernelConstruction* ctx, const std::function<std::string()>& load) {
   if (!ctx->status().ok() || Disabled()) return;
   std::string why = Parse(ctx);
   if (why.empty()) why = load();
@@ -100,36 +99,28 @@ void StitchedOp::Prepare(OpKernelConstruction* ctx, const std::function<std::str
   program_.text = {};
   ready_ = why.empty();
   if (ready_) return;
-  WarnOnce("tf_stitch: the program of node '" + name() + "' cannot be used: " + why +
+  WarnOnce("tf_stitch: the program of node '" + name_ + "' cannot be used: " + why +
            "; its TensorFlow operations run instead.");
 }
 
-std::string StitchedOp::Parse(OpKernelConstruction* ctx) {
+std::string StitchedNode::Parse(OpKernelConstruction* ctx) {
   const tensorflow::AttrValue* attr = tensorflow::AttrSlice(ctx->def()).Find("program");
   std::string error;
   if (!attr) return "the attr 'program' is missing";
   if (!ParseProgram(attr->s(), &program_, &error)) return "the attr 'program' is corrupt: " + error;
-  return CheckTypes(program_, input_types(), output_types());
+  return CheckTypes(program_, ctx->input_types(), ctx->output_types());
 }
 
-void StitchedOp::ComputeAsync(OpKernelContext* ctx, DoneCallback done) {
-  if (ready_ && RunStitched(ctx)) {
-    done();
-  } else {
-    fallback_->Run(ctx, std::move(done));
-  }
-}
-
-std::shared_ptr<const Plan> StitchedOp::PlanFor(OpKernelContext* ctx, PlanCache* plans) const {
+std::shared_ptr<const Plan> StitchedNode::PlanFor(OpKernelContext* ctx, PlanCache* plans) const {
   static thread_local Signature signature;
   if (!ReadSignature(program_, ctx, &signature)) return nullptr;
   std::shared_ptr<const Plan> plan = plans->Get(program_, signature);
   if (plan->usable) return plan;
-  VLOG(1) << name() << " runs its TensorFlow operations: " << plan->why_not;
+  VLOG(1) << name_ << " runs its TensorFlow operations: " << plan->why_not;
   return nullptr;
 }
 
-bool StitchedOp::Allocate(OpKernelContext* ctx, const Plan& plan, int64_t arena_bytes, Memory* memory) const {
+bool StitchedNode::Allocate(OpKernelContext* ctx, const Plan& plan, int64_t arena_bytes, Memory* memory) const {
   if (memory->inputs.empty()) {
     for (int i = 0; i < ctx->num_inputs(); ++i) memory->inputs.push_back(&ctx->input(i));
   }
@@ -166,14 +157,14 @@ bool StitchedOp::Allocate(OpKernelContext* ctx, const Plan& plan, int64_t arena_
   return true;
 }
 
-void StitchedOp::SetOutputs(OpKernelContext* ctx, Memory* memory) const {
+void StitchedNode::SetOutputs(OpKernelContext* ctx, Memory* memory) const {
   for (size_t i = 0; i < memory->outputs.size(); ++i) {
     ctx->set_output(static_cast<int>(i), std::move(memory->outputs[i]));
   }
   ++GlobalCounters().stitched;
 }
 
-std::string StitchedOp::Label(size_t step) const {
+std::string StitchedNode::Label(size_t step) const {
   const Step& s = program_.steps[step];
   return (s.kind == Step::Kind::kLibrary ? "matmul" : s.kernel) + " " + s.origin;
 }
