@@ -206,7 +206,7 @@ def find(infos: Sequence[NodeInfo], options: Options, keep: Iterable[str] = (), 
     dead = _dead(infos, keep | pinned | {n for n, _ in read}) if prune else frozenset()
     infos = [i for i in infos if i.name not in dead]
     net = _Net(infos, keep, read, pinned)
-    groups = _merge(net, *_components(net), options.min_ops)
+    groups = _merge(net, *_components(net), options)
     reasons: dict[str, str] = {}
     kept: list[list[str]] = []
     for group in groups:
@@ -387,7 +387,7 @@ def _is_break(net: _Net, a: str, b: str) -> bool:
     return a not in net.member or b not in net.member or net.key(a) != net.key(b)
 
 
-def _merge(net: _Net, groups: list[list[str]], depth: Mapping[str, int], min_ops: int) -> list[list[str]]:
+def _merge(net: _Net, groups: list[list[str]], depth: Mapping[str, int], options: Options) -> list[list[str]]:
     """Steps 2 and 3: greedy merging along edges, then of what is too small, with exact reachability."""
     unit_of: dict[str, int] = {}
     for k, group in enumerate(groups):
@@ -406,12 +406,17 @@ def _merge(net: _Net, groups: list[list[str]], depth: Mapping[str, int], min_ops
     merged: dict[int, list[str]] = {}
     for k, group in enumerate(groups):
         merged.setdefault(_root(owner, k), []).extend(group)
-    _adopt(net, graph, merged, depth, min_ops)
+    _adopt(net, graph, merged, depth, options)
     return [sorted(g, key=net.position.__getitem__) for g in merged.values()]
 
 
-def _adopt(net: _Net, graph: _UnitGraph, groups: dict[int, list[str]], depth: Mapping[str, int], min_ops: int) -> None:
-    """Step 3: puts groups of fewer than ``min_ops`` compute ops into groups beside them that are large enough."""
+def _adopt(net: _Net, graph: _UnitGraph, groups: dict[int, list[str]], depth: Mapping[str, int],
+           options: Options) -> None:
+    """Step 3: puts groups of fewer than ``min_ops`` compute ops into groups beside them that are large enough.
+
+    A result may come later for it; on a GPU, where launches do not wait for results, that costs nothing.
+    """
+    min_ops = options.min_ops
     work = {u: sum(net.by_name[n].computes for n in group) for u, group in groups.items()}
     touching = {u: _touching(net, group) for u, group in groups.items()}
     beside: dict[Any, list[int]] = {}
@@ -421,7 +426,7 @@ def _adopt(net: _Net, graph: _UnitGraph, groups: dict[int, list[str]], depth: Ma
     for u in [u for u in groups if 0 < work[u] < min_ops]:
         first, few = groups[u][0], all(net.by_name[n].small_integer for n in groups[u])
         for v in dict.fromkeys(v for thing in touching[u] for v in beside.get(thing, ())):
-            near = few or depth[first] in {depth[n] for n in groups[v]}
+            near = few or options.on_gpu or depth[first] in {depth[n] for n in groups[v]}
             if near and net.key(groups[v][0]) == net.key(first) and graph.apart(u, v):
                 graph.merge(v, u)
                 groups[v].extend(groups.pop(u))
