@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "counters.h"
+#include "trust.h"
 
 namespace tf_stitch {
 
@@ -76,6 +77,15 @@ std::string CheckTypes(const Program& program, tensorflow::DataTypeSlice in, ten
   return "";
 }
 
+// Why the native code in a node is not trusted, or "".
+std::string Refused(const tensorflow::NodeDef& node) {
+  auto text = [&node](const char* attr) -> std::string_view {
+    const tensorflow::AttrValue* value = tensorflow::AttrSlice(node).Find(attr);
+    return value ? std::string_view(value->s()) : std::string_view();
+  };
+  return WhyNotAllowed(text("program"), text(kSignatureAttr));
+}
+
 }  // namespace
 
 void WarnOnce(const std::string& message) {
@@ -93,6 +103,9 @@ StitchedNode::StitchedNode(OpKernelConstruction* ctx, bool on_gpu) : name_(ctx->
 
 void StitchedNode::Prepare(OpKernelConstruction* ctx, const std::function<std::string()>& load) {
   if (!ctx->status().ok() || Disabled()) return;
+  if (std::string refused = Refused(ctx->def()); !refused.empty()) {
+    return WarnOnce("tf_stitch: " + refused + "; TensorFlow's operations run instead of stitched ones.");
+  }
   std::string why = Parse(ctx);
   if (why.empty()) why = load();
   program_.code = {};  // loaded by now

@@ -1,4 +1,4 @@
-"""The tf-stitch command: rewrite, explain, bench, doctor.
+"""The tf-stitch command: rewrite, sign, explain, bench, doctor.
 
 Results go to stdout, progress and messages to stderr.  Exit status: 0 done, 1 failed (one sentence on stderr),
 2 wrong usage, 130 interrupted.
@@ -48,10 +48,28 @@ def _rewrite(args: argparse.Namespace) -> int:
 
     with _progress(args) as progress:
         report = rewrite_saved_model(args.src, args.dst, target=args.target, options=_options(args), verify=args.verify,
-                                     overwrite=args.overwrite, inputs=args.inputs, progress=progress)
+                                     overwrite=args.overwrite, inputs=args.inputs, warmup=args.warmup, progress=progress)
     _print_report(report, args)
     if not args.quiet and not args.json:
         print(f"Written: {args.dst}")
+    return 0
+
+
+def _sign(args: argparse.Namespace) -> int:
+    from . import signing
+
+    if args.new_key:
+        done = f"Written: {args.new_key} (keep it secret) and {signing.new_key(args.new_key)}"
+    elif not args.model:
+        raise OptionError("Give the folder of a rewritten SavedModel, or --new-key FILE.")
+    elif args.check:
+        done = f"Signed: all {signing.check_saved_model(args.model, args.check)} stitched ops of {args.model}"
+    elif args.key:
+        done = f"Signed: {signing.sign_saved_model(args.model, args.key)} stitched ops of {args.model}"
+    else:
+        raise OptionError("Give --key FILE to sign the model with, or --check FILE to check its signatures.")
+    if not args.quiet:
+        print(done)
     return 0
 
 
@@ -183,7 +201,19 @@ def _parser() -> argparse.ArgumentParser:
                          help="run both models on the same inputs and compare (default: yes)")
     rewrite.add_argument("--inputs", metavar="FILE.npz", help="inputs for the verification, by name")
     rewrite.add_argument("--overwrite", action="store_true", help="replace DST when it is a SavedModel already")
+    rewrite.add_argument("--warmup", action="store_true", help="also write warm-up requests for TensorFlow Serving")
     rewrite.set_defaults(run=_rewrite)
+
+    sign = commands.add_parser("sign", help="sign a rewritten model's native code, or check that",
+                               description="Signs the native code in the rewritten SavedModel MODEL in place, for "
+                               "servers with TF_STITCH_ALLOW=signed.")
+    sign.add_argument("model", metavar="MODEL", nargs="?")
+    sign.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+    how_to_sign = sign.add_mutually_exclusive_group()
+    how_to_sign.add_argument("--key", metavar="FILE", help="private key to sign with (Ed25519, PEM)")
+    how_to_sign.add_argument("--check", metavar="FILE", help="check the signatures with these public keys instead")
+    how_to_sign.add_argument("--new-key", metavar="FILE", help="make a key: FILE, and FILE.pub for the servers")
+    sign.set_defaults(run=_sign)
 
     explain = commands.add_parser("explain", parents=[output, how], help="say what would be stitched and what not",
                                   description="Prints what of the SavedModel SRC is stitched, what is not, and why.")

@@ -31,7 +31,7 @@ INIT_SIGNATURE = "__saved_model_init_op"
 
 def rewrite_saved_model(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, target: str = "auto",
                         options: Options | None = None, verify: bool = True, overwrite: bool = False,
-                        inputs: Inputs | str | os.PathLike[str] | None = None,
+                        inputs: Inputs | str | os.PathLike[str] | None = None, warmup: bool = False,
                         progress: Progress | None = None) -> Report:
     """Writes a stitched copy of the SavedModel ``src`` to ``dst`` and returns what was done.
 
@@ -43,6 +43,8 @@ def rewrite_saved_model(src: str | os.PathLike[str], dst: str | os.PathLike[str]
       verify: run both models on the same inputs; ``Report.errors`` then holds the worst error per output, relative
         to the output's largest value.
       inputs: inputs for the verification by name, or the path of an .npz file of them; else they are drawn.
+      warmup: also write ``assets.extra/tf_serving_warmup_requests``, which TensorFlow Serving sends to the model before
+        it says that it is ready; the requests are ``inputs`` or drawn.
       progress: called with (steps done, steps in all, what was just done).
 
     Raises:
@@ -59,6 +61,10 @@ def rewrite_saved_model(src: str | os.PathLike[str], dst: str | os.PathLike[str]
     with _written(model, source, goal, overwrite) as folder:
         if verify:
             report.errors.update(compare(source, folder, samples, progress))
+        if warmup:
+            from .warmup import write
+
+            write(folder, samples)
     return report
 
 

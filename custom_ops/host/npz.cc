@@ -196,7 +196,8 @@ Tensor ToTensor(const std::string& data, const Spec& spec, const Bytes& file) {
     return Tensor(strings, header.shape);
   }
   const DTypeInfo& info = InfoOf(spec.dtype);
-  bool same = header.descr == info.npy || (info.size == 1 && header.descr.substr(1) == info.npy + 1);
+  bool any_order = info.size == 1 || info.dtype == TF_BFLOAT16;  // the first character says nothing then
+  bool same = header.descr == info.npy || (any_order && header.descr.substr(1) == info.npy + 1);
   if (!same) {
     throw Failure("Input '" + spec.name + "' is " + info.name + " (" + info.npy + "), the request has " + header.descr +
                   ".");

@@ -1,0 +1,91 @@
+"""Warm-up requests for TensorFlow Serving: assets.extra/tf_serving_warmup_requests of a SavedModel.
+
+Serving sends these to a model before it says that it is ready (tensorflow_serving/g3doc/saved_model_warmup.md).  The
+file is a TFRecord of PredictionLog protos.  Only a few fields of them are needed, so their bytes are written here
+rather than by tensorflow-serving-api: a message is a sequence of (field number, length, bytes).
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = Path("assets.extra") / "tf_serving_warmup_requests"
+MOST = 1000  # records that Serving takes
+
+# Field numbers of tensorflow_serving/apis/{prediction_log,predict,model}.proto.
+_PREDICT_LOG, _REQUEST = 6, 1          # PredictionLog.predict_log, PredictLog.request
+_MODEL_SPEC, _INPUTS = 1, 2            # PredictRequest
+_NAME, _SIGNATURE_NAME = 1, 3          # ModelSpec
+_KEY, _VALUE = 1, 2                    # an entry of a map
+
+
+def write(folder: Path, inputs: Mapping[str, Any] | None = None) -> int:
+    """Writes requests for every signature of the SavedModel ``folder``: ``inputs`` where they hold all of its inputs,
+    else drawn ones of batch sizes 1, 3 and 17 (those that the model takes).  Returns how many.
+
+    Raises SavedModelError when no inputs could be drawn, or the file cannot be written.
+    """
+    import tensorflow as tf
+
+    from .saved_model import _disk_errors, signatures
+
+    records = [prediction_log(signature.name, request) for signature in signatures(folder).values()
+               for request in _requests(signature, inputs or {})][:MOST]
+    path = folder / FILE
+    with _disk_errors(folder):
+        path.parent.mkdir(exist_ok=True)
+        with tf.io.TFRecordWriter(os.fspath(path)) as out:
+            for record in records:
+                out.write(record)
+    return len(records)
+
+
+def _requests(signature: Any, inputs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    from .errors import SavedModelError
+    from .saved_model import _NOT_DRAWN, BATCHES, _drawn, _given, _has_unknown, _run
+
+    given = _given(signature, inputs) if inputs else None
+    if given is not None:
+        return [_typed(signature, given)]
+    out = []
+    for batch in BATCHES if _has_unknown(signature) else BATCHES[:1]:
+        for drawn in _drawn(signature, batch):
+            try:
+                _run(signature, drawn)
+            except SavedModelError:
+                continue
+            out.append(_typed(signature, drawn))
+            break
+    if not out:
+        raise SavedModelError(_NOT_DRAWN.format(signature.name))
+    return out
+
+
+def _typed(signature: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    import tensorflow as tf
+
+    return {k: tf.make_tensor_proto(v, signature.inputs[k].dtype) for k, v in inputs.items()}
+
+
+def prediction_log(signature: str, inputs: Mapping[str, Any], model: str = "") -> bytes:
+    """The bytes of a PredictionLog of one PredictRequest.  ``inputs``: TensorProtos by name."""
+    spec = _field(_NAME, model.encode()) * bool(model) + _field(_SIGNATURE_NAME, signature.encode())
+    request = _field(_MODEL_SPEC, spec)
+    for name, tensor in inputs.items():
+        request += _field(_INPUTS, _field(_KEY, name.encode()) + _field(_VALUE, tensor.SerializeToString()))
+    return _field(_PREDICT_LOG, _field(_REQUEST, request))
+
+
+def _field(number: int, data: bytes) -> bytes:
+    """A length-delimited field."""
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
