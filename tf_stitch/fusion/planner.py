@@ -87,6 +87,7 @@ class Planner:
         self.model = cost.CostModel(target.name, cost.environments(d for n in nodes for d in n.shape))
         self.tried: dict[frozenset[Node], Planned | None] = {}
         self.uses_library = library.has_library(target)
+        self.behind: dict[Node, int] | None = None
 
     def run(self) -> list[Planned]:
         self.join_epilogues()
@@ -257,14 +258,42 @@ class Planner:
 
     def ahead(self, unit: Unit, alive: set[Unit], refused: set[Unit]) -> list[Unit]:
         """Units that ``unit`` may take, in the order it should: direct and indirect producers."""
-        s = spans([u for u in self.parts.in_order() if u in alive], self.parts.producers)
         found: set[Unit] = set()
         stack = [unit]
+        behind = self.behind_library(unit)
         while stack:
             fresh = self.parts.producers(stack.pop()) & alive - refused - found
+            fresh = {u for u in fresh if not behind & self.bits(u)} if behind else fresh
             found |= fresh
             stack.extend(fresh)
+        if len(found) < 2:
+            return list(found)
+        s = spans([u for u in self.parts.in_order() if u in found or u is unit], self.parts.producers)
         return sorted(found, key=lambda u: (s.span[u], -s.depth[u], u.id))
+
+    def bits(self, unit: Unit) -> int:
+        """The nodes of a unit as a bit set."""
+        return sum(1 << self.parts.rank_of[n] for n in unit.nodes)
+
+    def behind_library(self, unit: Unit) -> int:
+        """Nodes from which a path to ``unit`` leads through work that stays a kernel of its own: they cannot join it."""
+        if self.behind is None:
+            self.behind = self._find_behind()
+        out = 0
+        for n in unit.nodes:
+            out |= self.behind[n]
+        return out
+
+    def _find_behind(self) -> dict[Node, int]:
+        alone = {n for u in self.parts.units if self.alone(u) for n in u.nodes}
+        before: dict[Node, int] = {}
+        behind: dict[Node, int] = {}
+        for n in self.parts.order:
+            before[n] = behind[n] = 0
+            for x in self.parts.sources(n):
+                before[n] |= before[x] | 1 << self.parts.rank_of[x]
+                behind[n] |= before[x] if x in alone else behind[x]
+        return behind
 
     def try_run(self, units: frozenset[Unit]) -> Unit | None:
         """Joins many units at once, if that costs no parallelism and no work."""
