@@ -158,8 +158,8 @@ class Builder:
             libraries = [flag for flag in self.flags[1] if flag.startswith("-L")]
             paths = [f"-Wl,-rpath,{flag[2:]}" for flag in libraries]
             new = host.with_suffix(".new")
-            run([*shlex.split(self.cxx), *map(str, mains), "-Wl,--whole-archive", str(archive), "-Wl,--no-whole-archive",
-                 *self.flags[1], *LIBRARIES, *paths, "-o", str(new)])
+            run([*shlex.split(self.cxx), *map(str, mains), "-Wl,--whole-archive", str(archive),
+                 "-Wl,--no-whole-archive", *self.flags[1], *LIBRARIES, *paths, "-o", str(new)])
             os.replace(new, host)
 
 

@@ -61,8 +61,8 @@ def table(rows: Sequence[tuple[str, dict]]) -> Table:
             fallbacks = str(result["fallback_runs"]) if kind == "model" else ""
             out.add_row(title if kind == "model" else f"{title}, TensorFlow", str(result["requests"]), str(r["right"]),
                         str(r["late"]), str(r["wrong"] + r["failed"]), f"{r['worst_error']:.1e}",
-                        f"{r['per_second']:.0f}", f"{r['p50_ms']:.1f}", f"{r['p99_ms']:.1f}", f"{r['rss_mb']['warm']:.0f}",
-                        f"{r['rss_mb']['after']:.0f}", fallbacks)
+                        f"{r['per_second']:.0f}", f"{r['p50_ms']:.1f}", f"{r['p99_ms']:.1f}",
+                        f"{r['rss_mb']['warm']:.0f}", f"{r['rss_mb']['after']:.0f}", fallbacks)
     return out
 
 

@@ -48,7 +48,8 @@ def _rewrite(args: argparse.Namespace) -> int:
 
     with _progress(args) as progress:
         report = rewrite_saved_model(args.src, args.dst, target=args.target, options=_options(args), verify=args.verify,
-                                     overwrite=args.overwrite, inputs=args.inputs, warmup=args.warmup, progress=progress)
+                                     overwrite=args.overwrite, inputs=args.inputs, warmup=args.warmup,
+                                     progress=progress)
     _print_report(report, args)
     if not args.quiet and not args.json:
         print(f"Written: {args.dst}")

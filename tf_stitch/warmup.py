@@ -49,7 +49,7 @@ def _requests(signature: Any, inputs: Mapping[str, Any]) -> list[Mapping[str, An
     given = _given(signature, inputs) if inputs else None
     if given is not None:
         return [_typed(signature, given)]
-    out = []
+    out: list[Mapping[str, Any]] = []
     for batch in BATCHES if _has_unknown(signature) else BATCHES[:1]:
         for drawn in _drawn(signature, batch):
             try:

@@ -34,8 +34,8 @@ class Types(tf.Module):
         tf.TensorSpec([None], tf.string, "s"), tf.TensorSpec([], tf.bool, "b"), tf.TensorSpec([2], tf.uint8, "u"),
         tf.TensorSpec([None], tf.bfloat16, "h"), tf.TensorSpec([None], tf.complex64, "c")])
     def all(self, d, i, s, b, u, h, c):
-        return {"d": d * 2, "i": i + 1, "s": tf.strings.join([s, s], "-"), "b": tf.logical_not(b), "u": u + 1, "h": h * 2,
-                "c": c * 1j}
+        return {"d": d * 2, "i": i + 1, "s": tf.strings.join([s, s], "-"), "b": tf.logical_not(b), "u": u + 1,
+                "h": h * 2, "c": c * 1j}
 
     @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32, "x")])
     def one(self, x):
@@ -105,7 +105,8 @@ def test_json_forms(types):
 
 
 @pytest.mark.parametrize("request_, says", [
-    ("{", "no JSON object"), ('{"inputs": [[1, 2]]}', r"\[\?, 3\]"), ('{"inputs": [[1, 2, 3], [1]]}', "several lengths"),
+    ("{", "no JSON object"), ('{"inputs": [[1, 2]]}', r"\[\?, 3\]"),
+    ('{"inputs": [[1, 2, 3], [1]]}', "several lengths"),
     ('{"inputs": {"z": 1}}', "lacks 'x'"), ('{"inputs": [["a", 1, 2]]}', "takes numbers"), ("{}", "either"),
     ('{"inputs": 1, "instances": [1]}', "either"), ('{"inputs": [[[1, 2, 3]]]}', "shape")])
 def test_bad_requests_end_with_a_sentence(types, request_, says):
