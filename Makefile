@@ -3,6 +3,7 @@
 #   make test    the test suite                                 make lint    ruff, mypy, clang-format
 #   make wheel   a wheel in dist/                               make clean   remove all that was built
 #   make host    a server without Python, build/host/           make load    100,000 requests to it, answers checked
+#   make serving-sources DEST=CHECKOUT    puts the op into a TensorFlow Serving checkout
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
 PYTEST_ARGS ?=
 TEST_JOBS ?= 2
@@ -13,7 +14,7 @@ CXX_FILES := $(wildcard custom_ops/*.cc custom_ops/*.h custom_ops/*/*.cc custom_
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format bench wheel build clean host load
+.PHONY: demo test lint format bench wheel build clean host load serving-sources
 
 demo: $(STAMPS)/models build
 	$(BIN)/python -m models.demo
@@ -42,6 +43,9 @@ host: $(STAMPS)/base
 
 load: $(STAMPS)/models build host
 	$(BIN)/python -m models.load
+
+serving-sources:
+	@$(PYTHON) custom_ops/serving_sources.py "$(DEST)"
 
 wheel: $(STAMPS)/base
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
