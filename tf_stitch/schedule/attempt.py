@@ -23,6 +23,7 @@ BLOCK_OVERHEAD = 300  # element operations that starting a block costs
 STAGE_OVERHEAD = 30
 FINE_WORK = 20_000  # element operations that are worth a core of their own
 PER_CYCLE = 24  # element operations that one host core does in a cycle, seen over typical kernels
+SAMPLES = 5  # blocks that are looked at where a stage's work differs from block to block
 LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
 
 
@@ -187,18 +188,18 @@ class Attempt:
 
     def _estimate(self, stages: Sequence[Stage]) -> Dim:
         """Sets ``time`` and ``waste``; returns the cost of a block in cycles of one host core."""
-        env = {f"ts_b{a.number}": 0 for a in self.axes} | {
-            f"ts_e{a.number}": max(min(a.chunk, guess(a.size)), 1) for a in self.axes}
+        envs = self._samples()
         block, once, least = float(BLOCK_OVERHEAD), 0.0, 0
         cost: Dim = BLOCK_OVERHEAD * PER_CYCLE // 4
         for s in stages:
-            per, loads = self._stage_weight(s, env)
+            per, extra = self._stage_weight(s, envs)
             volume = D.product(e for _, e in s.box)
-            work = _number(volume, env) * (per + loads) + STAGE_OVERHEAD
+            work = _number(volume, envs) * (per + extra) + STAGE_OVERHEAD
             hoisted = s.hoisted and self.target.is_host  # on a GPU every block does it
             block, once = (block, once + work) if hoisted else (block + work, once)
             least += guess(D.product(s.shape)) * per
-            cost = cost + D.substitute(volume, env) * per
+            here = D.substitute(volume, envs[0])
+            cost = cost + (_number(volume, envs) if isinstance(here, int) else here) * per
         blocks = guess(self.blocks)
         rounds = -(-blocks // self.target.cores)
         self.time = rounds * block + once
@@ -206,12 +207,21 @@ class Attempt:
         self.ideal = least / max(min(self.target.cores, least // FINE_WORK), 1)
         return D.floordiv(cost, PER_CYCLE) + 1
 
-    def _stage_weight(self, stage: Stage, env: Mapping[str, int]) -> tuple[int, float]:
-        """Operations per element of a stage, and what loads cost beyond contiguous ones."""
+    def _samples(self) -> list[dict[str, int]]:
+        """Blocks that stand for all: a box may differ from block to block (the pieces of a concat)."""
+        extents = {f"ts_e{a.number}": max(min(a.chunk, guess(a.size)), 1) for a in self.axes}
+        last = {f"ts_b{a.number}": max(guess(a.count) - 1, 0) for a in self.axes}
+        return [extents | {name: block * k // (SAMPLES - 1) for name, block in last.items()}
+                for k in range(SAMPLES)]
+
+    def _stage_weight(self, stage: Stage, envs: Sequence[Mapping[str, int]]) -> tuple[int, float]:
+        """Operations per element of a stage, and what loads and stores cost beyond contiguous ones."""
         total, extra = 0, 0.0
         seen: set[tuple[Node, Labels]] = set()
         for item in stage.items:
             total += 1 + (weight(item.node) if item.body is item.node and not item.copy else 0)
+            if item.space == OUT:
+                extra += self._strided(item.node, item.mapped, stage, envs)
             stack = list(body_operands(item))
             while stack:
                 n, labels = stack.pop()
@@ -220,31 +230,36 @@ class Attempt:
                 seen.add((n, labels))
                 if n not in self.members or n in self.kept:
                     total += 1
-                    extra += self._strided(n, labels, stage, env)
+                    extra += self._strided(n, labels, stage, envs) if n not in self.members else 0.0
                     continue
                 total += weight(n)
                 stack.extend(operand_labels(n, labels))
         return total, extra
 
-    def _strided(self, n: Node, labels: Labels, stage: Stage, env: Mapping[str, int]) -> float:
-        """Extra cost of reading a tensor in runs shorter than a cache line."""
-        if not n.rank or n in self.members:
+    def _strided(self, n: Node, labels: Labels, stage: Stage, envs: Sequence[Mapping[str, int]]) -> float:
+        """Extra cost of reading or writing a tensor in runs shorter than a cache line."""
+        if not n.rank:
             return 0.0
         size = DTYPES[n.dtype].size
         last = labels[-1] if labels else None
-        run = 1 if last is None else _number(stage.box[last][1], env)
+        run = 1 if last is None else _number(stage.box[last][1], envs)
         run = min(run, guess(n.shape[-1]))
         if run >= guess(n.shape[-1]) or run * size >= LINE:
             return 0.0
         often = 1.0  # the share of the stage's iterations that read another element
         if None not in labels:
             for d in set(range(len(stage.box))) - set(labels):
-                often /= max(_number(stage.box[d][1], env), 1)
+                often /= max(_number(stage.box[d][1], envs), 1)
         return often * LINE / (max(run, 1) * size)
 
 
-def _number(d: Dim, env: Mapping[str, int]) -> int:
-    return guess(D.substitute(d, env)) if not isinstance(d, int) else d
+def _number(d: Dim, envs: Sequence[Mapping[str, int]]) -> int:
+    """The mean of a dim over sampled blocks."""
+    if isinstance(d, int):
+        return d
+    if not any(s.name.startswith("ts_b") for s in D.symbols(d)):
+        envs = envs[:1]
+    return sum(guess(D.substitute(d, env)) for env in envs) // len(envs)
 
 
 def _stage(kind: str, shape, box: Box, folded: tuple[int, ...], item: Item, once: tuple[int, ...]) -> Stage:
