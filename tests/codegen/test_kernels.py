@@ -16,6 +16,7 @@ from tf_stitch.errors import Unschedulable
 from tf_stitch.fusion.group import Group
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
+from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.ir.graph import Graph
 from tf_stitch.options import HOST_LEVELS
 from tf_stitch.schedule import CUDA, HOST, Schedule, build
@@ -174,6 +175,25 @@ def test_half_sums_are_rounded_once():
     x = np.full((64, 4096), 0.1, np.float16)
     got, _ = compile_kernels([kernel]).run(kernel, {}, {graph.params[0]: x})
     assert (got[graph.outputs[0]] == np.float16(4096 * float(np.float16(0.1)))).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_half_op_rounds(dtype):
+    """Else a value that is computed twice, once from memory, is not equal to itself."""
+    b = Builder()
+    x = b.param((37, 65), dtype, "x")
+    y = b.ew("add", b.ew("mul", x, b.const(0.3, dtype)), b.const(0.1, dtype))
+    top = b.broadcast_to(b.reshape(b.reduce("max", y, (0, 1)), (1, 1)), x.shape)
+    total = along_rows(b, b.reduce("sum", x, (1,)), x)
+    graph = b.finish([y, b.ew("eq", y, top), b.ew("floor", b.ew("mul", y, b.const(8.0, dtype))),
+                      b.ew("lt", b.ew("mul", total, b.const(0.7, dtype)), y)], "half")
+    kernel = kernel_of(graph)
+    value = np.random.default_rng(3).normal(size=(37, 65)).astype(DTYPES[dtype].numpy)
+    got, status = compile_kernels([kernel]).run(kernel, {}, {graph.params[0]: value})
+    assert not status
+    for n, want in zip(graph.outputs, interp.run(graph, [value]), strict=True):
+        np.testing.assert_array_equal(got[n], want, err_msg=str(n))
+    assert got[graph.outputs[1]].any()
 
 
 @pytest.mark.parametrize("kind", ["max", "min"])

@@ -9,10 +9,11 @@ from ..ir.graph import Node
 from ..schedule import rules
 from ..schedule.kernel_schedule import KernelSchedule, Part, Stage
 from ..schedule.rules import Index
+from ..schedule.storage import HEAVY
 from .kernel import INDEX_LIMIT, Kernel
 from .loops import Loops
 from .scope import Scopes, symbol_names
-from .text import compute_type, dim_text, factor_text, storage_type
+from .text import compute_type, dim_text, factor_text, rounded, storage_type
 
 INLINE_SOURCES = frozenset({"const", "iota", "shape_value"})
 _PLACEHOLDER = "TS_NAME"
@@ -217,6 +218,8 @@ class StageEmitter:
         """A statement that writes an element."""
         shared = space == "shared"
         text = self.place(node, index, shared)
+        if shared and node.op in HEAVY:
+            value = rounded(value, node.dtype)  # as it would be in memory
         same = shared or storage_type(node.dtype) == compute_type(node.dtype)
         return f"{text} = {value};" if same else f"{text} = ts_store<{storage_type(node.dtype)}>({value});"
 

@@ -58,6 +58,12 @@ def compute_type(dtype: str) -> str:
     return DTYPES[dtype].compute
 
 
+def rounded(text: str, dtype: str) -> str:
+    """An expression of the compute type, rounded to what memory of the type can hold."""
+    c = storage_type(dtype)
+    return text if c == compute_type(dtype) else f"ts_load(ts_store<{c}>({text}))"
+
+
 def literal(value: np.generic | np.ndarray, dtype: str) -> str:
     """A C++ literal of the compute type that has exactly ``value`` (one element)."""
     d = DTYPES[dtype]

@@ -1,7 +1,8 @@
 """Text of one value at one index: the thread scope of stitching, ops inlined into the loop that reads them.
 
-Values of half types stay float32 between the ops of a kernel; only casts to a half type and stores to memory
-round them.  Results are at least as exact as with a rounding after each op, as TensorFlow does it.
+Values of half types are float32 in registers and on chip, but every op rounds its result, as TensorFlow's does: a
+value must be the same where it is kept, where it comes back from memory and where it is computed a second time
+(the gradient of a maximum looks for it with "equal").
 """
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from ..ir.graph import Node
 from ..ir.ops import OPS
 from ..schedule import rules
 from ..schedule.rules import Index
-from .text import compute_type, literal, storage_type
+from .text import compute_type, literal, rounded, storage_type
 
 if TYPE_CHECKING:
     from .emit import StageEmitter
 
+# Results that need no rounding: they are one of the operands, or it without its fraction or sign.
+_EXACT = frozenset({"neg", "abs", "sign", "max", "min", "floor", "ceil", "rint"})
 _SIGNED = {"add": "+", "sub": "-", "mul": "*"}  # unsigned arithmetic wraps, signed is undefined
 
 
@@ -78,7 +81,10 @@ def _elementwise(e: StageEmitter, node: Node, index: Index) -> str:
     if "ts_status" in text:
         e.may_fail()
     wrapped = wrap(node.op, node.inputs[0].dtype, args) if node.op in ("neg", *_SIGNED) else None
-    return wrapped or text.format(*args, T=compute_type(node.dtype))
+    if wrapped:
+        return wrapped
+    text = text.format(*args, T=compute_type(node.dtype))
+    return text if node.op in _EXACT else rounded(text, node.dtype)
 
 
 def _cast(e: StageEmitter, node: Node, index: Index) -> str:
