@@ -1,10 +1,11 @@
 #include "op_fallback.h"
 
+#include <condition_variable>
+#include <deque>
 #include <memory>
 #include <string>
 #include <utility>
 
-#include "absl/synchronization/notification.h"
 #include "counters.h"
 #include "tensorflow/core/common_runtime/device_mgr.h"
 #include "tensorflow/core/framework/device.h"
@@ -20,9 +21,49 @@ using tensorflow::MemoryType;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-struct State {
-  FunctionLibraryRuntime::Options options;
-  std::vector<Tensor> inputs, results;
+// Work that waits for one thread.
+class Work {
+ public:
+  void Add(std::function<void()> task) {
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (!finished_) {
+        tasks_.push_back(std::move(task));
+        changed_.notify_one();
+        return;
+      }
+    }
+    task();  // nobody takes it from here any more: what a run leaves to tidy up
+  }
+
+  void Finish(const absl::Status& status) {
+    std::lock_guard<std::mutex> lock(mu_);
+    status_ = status;
+    finished_ = true;
+    changed_.notify_one();
+  }
+
+  // Runs tasks until Finish was called, and those that came before it.
+  absl::Status RunAll() {
+    std::unique_lock<std::mutex> lock(mu_);
+    for (;;) {
+      changed_.wait(lock, [this] { return finished_ || !tasks_.empty(); });
+      if (tasks_.empty()) return status_;
+      std::function<void()> task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      task = nullptr;
+      lock.lock();
+    }
+  }
+
+ private:
+  std::mutex mu_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool finished_ = false;
+  absl::Status status_;
 };
 
 // `from` lies in memory of one type; sets `to` to it or to a copy in memory of the other.
@@ -61,51 +102,60 @@ absl::Status SetOutputs(OpKernelContext* ctx, const std::vector<Tensor>& results
 
 }  // namespace
 
+struct Fallback::State {
+  FunctionLibraryRuntime::Options options;
+  std::vector<Tensor> inputs, results;
+};
+
 void Fallback::Run(OpKernelContext* ctx, AsyncOpKernel::DoneCallback done) {
-  Run(ctx, ctx->runner(), ctx->run_all_kernels_inline(), std::move(done));
+  auto state = std::make_shared<State>();
+  state->options.runner = ctx->runner();
+  state->options.run_all_kernels_inline = ctx->run_all_kernels_inline();
+  Start(ctx, state.get(), [this, ctx, state, done](const absl::Status& status) {
+    ctx->SetStatus(status.ok() ? SetOutputs(ctx, state->results, on_gpu_) : status);
+    done();
+  });
 }
 
 void Fallback::RunHere(OpKernelContext* ctx) {
-  Runner here = [](const std::function<void()>& work) { work(); };
-  absl::Notification finished;
-  Run(ctx, &here, /*run_all_kernels_inline=*/true, [&finished] { finished.Notify(); });
-  finished.WaitForNotification();
+  auto state = std::make_shared<State>();
+  auto work = std::make_shared<Work>();
+  std::function<void(std::function<void()>)> runner = [work](std::function<void()> task) {
+    work->Add(std::move(task));
+  };
+  state->options.runner = &runner;
+  state->options.run_all_kernels_inline = true;
+  // Whoever calls back may be the thread that the device's copies depend on: it must not wait for anything.
+  Start(ctx, state.get(), [work](const absl::Status& status) { work->Finish(status); });
+  absl::Status status = work->RunAll();
+  ctx->SetStatus(status.ok() ? SetOutputs(ctx, state->results, on_gpu_) : status);
 }
 
-void Fallback::Run(OpKernelContext* ctx, Runner* runner, bool run_all_kernels_inline,
-                   AsyncOpKernel::DoneCallback done) {
+void Fallback::Start(OpKernelContext* ctx, State* state, FunctionLibraryRuntime::DoneCallback done) {
   ++GlobalCounters().fallbacks;
   FunctionLibraryRuntime* lib = ctx->function_library();
-  OP_REQUIRES_ASYNC(ctx, lib != nullptr, absl::InternalError("No function library to run a stitched fallback with."),
-                    done);
   FunctionLibraryRuntime::Handle handle = 0;
-  OP_REQUIRES_OK_ASYNC(ctx, Instantiate(lib, ctx, &handle), done);
-  auto state = std::make_unique<State>();
-  state->options.rendezvous = ctx->rendezvous();
-  state->options.cancellation_manager = ctx->cancellation_manager();
-  state->options.collective_executor = ctx->collective_executor();
-  state->options.stats_collector = ctx->stats_collector();
-  state->options.step_container = ctx->step_container();
-  state->options.runner = runner;
-  state->options.run_all_kernels_inline = run_all_kernels_inline;
-  if (on_gpu_) {  // copies between memories go through a rendezvous: one of its own for each run
-    state->options.rendezvous = nullptr;
-    state->options.create_rendezvous = true;
-    state->options.source_device = lib->device() ? lib->device()->name() : "";
-  }
-  state->inputs.reserve(ctx->num_inputs());
-  for (int i = 0; i < ctx->num_inputs(); ++i) {
+  absl::Status status = lib ? Instantiate(lib, ctx, &handle)
+                            : absl::InternalError("No function library to run a stitched fallback with.");
+  for (int i = 0; i < ctx->num_inputs() && status.ok(); ++i) {
     state->inputs.push_back(ctx->input(i));
     if (!on_gpu_) continue;
     MemoryType wants = tensorflow::MTypeFromDType(ctx->input_dtype(i));
-    OP_REQUIRES_OK_ASYNC(ctx, Move(ctx, ctx->input(i), ctx->input_memory_type(i), wants, &state->inputs.back()), done);
+    status = Move(ctx, ctx->input(i), ctx->input_memory_type(i), wants, &state->inputs.back());
   }
-  State* s = state.release();
-  lib->Run(s->options, handle, s->inputs, &s->results, [ctx, s, done, on_gpu = on_gpu_](const absl::Status& status) {
-    std::unique_ptr<State> owned(s);
-    ctx->SetStatus(status.ok() ? SetOutputs(ctx, s->results, on_gpu) : status);
-    done();
-  });
+  if (!status.ok()) return done(status);
+  FunctionLibraryRuntime::Options& options = state->options;
+  options.rendezvous = ctx->rendezvous();
+  options.cancellation_manager = ctx->cancellation_manager();
+  options.collective_executor = ctx->collective_executor();
+  options.stats_collector = ctx->stats_collector();
+  options.step_container = ctx->step_container();
+  if (on_gpu_) {  // copies between memories go through a rendezvous: one of its own for each run
+    options.rendezvous = nullptr;
+    options.create_rendezvous = true;
+    options.source_device = lib->device() ? lib->device()->name() : "";
+  }
+  lib->Run(options, handle, state->inputs, &state->results, std::move(done));
 }
 
 // Where the arguments are and the results are wanted, for a function that is placed anew.

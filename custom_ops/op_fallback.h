@@ -27,12 +27,11 @@ class Fallback {
   void RunHere(tensorflow::OpKernelContext* ctx);
 
  private:
-  using Runner = std::function<void(std::function<void()>)>;
-
-  void Run(tensorflow::OpKernelContext* ctx, Runner* runner, bool run_all_kernels_inline,
-           tensorflow::AsyncOpKernel::DoneCallback done);
   using Runtime = tensorflow::FunctionLibraryRuntime;
+  struct State;
 
+  // Runs the function with state->options, whose runner is set; `state` must live until `done` is called.
+  void Start(tensorflow::OpKernelContext* ctx, State* state, Runtime::DoneCallback done);
   absl::Status Instantiate(Runtime* lib, tensorflow::OpKernelContext* ctx, Runtime::Handle* handle);
   absl::Status Place(Runtime* lib, tensorflow::OpKernelContext* ctx, Runtime::InstantiateOptions* options) const;
 
