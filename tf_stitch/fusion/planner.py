@@ -276,7 +276,7 @@ class Planner:
         return sum(1 << self.parts.rank_of[n] for n in unit.nodes)
 
     def behind_library(self, unit: Unit) -> int:
-        """Nodes from which a path to ``unit`` leads through work that stays a kernel of its own: they cannot join it."""
+        """Nodes from which a path to ``unit`` leads through work that stays a kernel of its own; they cannot join."""
         if self.behind is None:
             self.behind = self._find_behind()
         out = 0
