@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.graph.support import case, has_kernel, run_cases
+from tests.graph.support import case, has_kernel, imported, run_cases
 from tf_stitch.graph.lower import gradients, math
+from tf_stitch.graph.view import GraphView
+from tf_stitch.ir import interp
 
 raw = tf.raw_ops
 FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -131,3 +133,15 @@ def test_gradient_ops(dtype):
     assert run_cases(cases).compared >= 10
     assert all(op in __import__("tf_stitch.graph.lower", fromlist=["REGISTRY"]).REGISTRY for op in GRADS)
     assert gradients.SELU_SCALE > 1
+
+
+def test_approximate_equal_does_not_broadcast():
+    with tf.Graph().as_default() as graph:
+        x, y = (tf.compat.v1.placeholder(tf.float32, s) for s in ([None, 3], [1, 3]))
+        made = raw.ApproximateEqual(x=x, y=y, tolerance=0.1)
+    ir, refs = imported(GraphView(graph.as_graph_def()), [made])
+    assert len(refs) == 2
+    one, two = np.ones((1, 3), np.float32), np.ones((2, 3), np.float32)
+    assert interp.run(ir, [one, one])[0].all()
+    with pytest.raises(interp.GuardFailed, match="does not broadcast"):
+        interp.run(ir, [two, one])

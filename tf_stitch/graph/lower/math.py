@@ -163,6 +163,10 @@ lower("NotEqual", check=_comparable)(_direct("ne"))
 
 @lower("ApproximateEqual", kinds=NUM)
 def approximate_equal(c: Context, x: Node, y: Node) -> Node:
+    if x.rank != y.rank:
+        c.fail("its operands differ in rank, which TensorFlow refuses")
+    for a, b in zip(x.shape, y.shape, strict=True):
+        c.b.same_dim(a, b, f"{c.node.name}: operands of one shape (this op does not broadcast)")
     distance = c.b.ew("abs", c.b.ew("sub", x, y))
     return c.b.ew("lt", distance, c.b.const(float(c.attr("tolerance", 1e-5)), x.dtype))
 
