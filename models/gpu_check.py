@@ -1,4 +1,4 @@
-"""What must hold on a GPU, in one command: kernels against the interpreter, workloads against TensorFlow, the benchmark.
+"""What must hold on a GPU, in one command: kernels against the interpreter, workloads against TensorFlow, a benchmark.
 
     python -m models.gpu_check [--out DIR] [--minutes 8.5] [--parts kernels,workloads,bench] [--rounds 10]
 
