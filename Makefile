@@ -3,6 +3,7 @@
 #   make test    the test suite                                 make lint    ruff, mypy, clang-format
 #   make wheel   a wheel in dist/                               make clean   remove all that was built
 #   make host    a server without Python, build/host/           make load    100,000 requests to it, answers checked
+#   make sanitize the op's runtime under sanitizers             make fuzz    libFuzzer on damaged programs (30 minutes)
 #   make serving-sources DEST=CHECKOUT    puts the op into a TensorFlow Serving checkout
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
 PYTEST_ARGS ?=
@@ -14,7 +15,7 @@ CXX_FILES := $(wildcard custom_ops/*.cc custom_ops/*.h custom_ops/*/*.cc custom_
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format bench wheel build clean host load serving-sources
+.PHONY: demo test lint format bench wheel build clean host load serving-sources sanitize fuzz
 
 demo: $(STAMPS)/models build
 	$(BIN)/python -m models.demo
@@ -43,6 +44,13 @@ host: $(STAMPS)/base
 
 load: $(STAMPS)/models build host
 	$(BIN)/python -m models.load
+
+# The op's own runtime (parser, planner, CPU and GPU runtimes) under address, undefined and thread sanitizers.
+sanitize: $(STAMPS)/test build
+	$(BIN)/python -m pytest tests/op/test_fuzz.py tests/op/test_sanitize.py tests/op/test_replay.py $(PYTEST_ARGS)
+
+fuzz: $(STAMPS)/test build
+	$(BIN)/python -m tests.op.fuzz
 
 serving-sources:
 	@$(PYTHON) custom_ops/serving_sources.py "$(DEST)"

@@ -1,7 +1,8 @@
-// Reads programs, damages them, parses and plans them.  Built with sanitizers by test_fuzz.py: a read out of bounds,
-// an overflow or a leak ends it with an error.
+// Fuzzes what reads programs: parses and plans them.  Built with sanitizers: a read out of bounds, an overflow or a
+// leak ends it with an error.  With libFuzzer (TF_STITCH_LIBFUZZER) this is its target; else it damages programs
+// itself.
 //
-//   fuzz_program SEED ROUNDS FILE...     the files hold sections without the header
+//   fuzz_program SEED ROUNDS FILE...     the files hold sections without the header; 0 rounds replays them as they are
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,8 @@
 #include "../../custom_ops/program.h"
 
 namespace {
+
+int64_t g_parsed = 0, g_usable = 0;
 
 // The header that serialize.seal writes; bit by bit, so that it checks the library's own checksum too.
 std::string Seal(const std::string& payload) {
@@ -30,7 +33,7 @@ std::string Seal(const std::string& payload) {
 }
 
 // Plans for small, huge, negative and usual sizes.
-void PlanAll(const tf_stitch::Program& program, std::mt19937_64* rng, int64_t* usable) {
+void PlanAll(const tf_stitch::Program& program, std::mt19937_64* rng) {
   static constexpr int64_t kSizes[] = {0, 1, 2, 7, 64, 1000, -1, int64_t{1} << 40, INT64_MAX, INT64_MIN};
   size_t length = 0;
   for (uint32_t id : program.inputs) length += program.buffers[id].shape.size();
@@ -40,45 +43,72 @@ void PlanAll(const tf_stitch::Program& program, std::mt19937_64* rng, int64_t* u
     int64_t same = kSizes[(*rng)() % 6];
     for (int64_t& v : signature) v = i < 2 ? same : kSizes[(*rng)() % 10];
     auto plan = tf_stitch::MakePlan(program, signature);
-    *usable += plan->usable;
+    g_usable += plan->usable;
     if (plan->usable != plan->why_not.empty()) abort();
+    for (size_t k = 0; plan->usable && k < program.buffers.size(); ++k) {  // the arena holds what is placed in it
+      const tf_stitch::Buffer& b = program.buffers[k];
+      if (b.backing != tf_stitch::Backing::kArena || b.first_step < 0) continue;
+      if (plan->arena_offset[k] < 0 || plan->arena_offset[k] + plan->buffer_bytes[k] > plan->arena_bytes) abort();
+    }
   }
 }
 
 }  // namespace
 
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  std::string payload(reinterpret_cast<const char*>(data), size);
+  tf_stitch::Program program;
+  std::string error;
+  if (tf_stitch::ParseProgram(Seal(payload), &program, &error)) {
+    ++g_parsed;
+    std::mt19937_64 rng(size);
+    PlanAll(program, &rng);
+  } else if (error.empty()) {
+    abort();
+  }
+  return 0;
+}
+
+#ifndef TF_STITCH_LIBFUZZER
+
+namespace {
+
+void Damage(std::string* data, std::mt19937_64* rng) {
+  size_t at = (*rng)() % data->size();
+  switch ((*rng)() % 4) {
+    case 0:
+      data->erase(at, 1 + (*rng)() % 3);
+      break;
+    case 1:
+      data->insert(at, 1 + (*rng)() % 3, static_cast<char>((*rng)()));
+      break;
+    default:
+      (*data)[at] = static_cast<char>((*rng)() % 3 ? (*rng)() % 8 : (*rng)());
+  }
+  if (data->empty()) *data = "x";
+}
+
+void Test(const std::string& data) {
+  LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(data.data()), data.size());
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
+  if (argc < 4) return 2;
   std::mt19937_64 rng(strtoull(argv[1], nullptr, 10));
-  int64_t rounds = atoll(argv[2]), parsed = 0, usable = 0;
   std::vector<std::string> seeds;
   for (int i = 3; i < argc; ++i) {
     std::ifstream file(argv[i], std::ios::binary);
     seeds.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+    Test(seeds.back());
   }
-  for (int64_t round = 0; round < rounds; ++round) {
+  for (int64_t round = atoll(argv[2]); round > 0; --round) {
     std::string data = seeds[rng() % seeds.size()];
-    for (uint64_t changes = round < static_cast<int64_t>(seeds.size()) ? 0 : 1 + rng() % 4; changes; --changes) {
-      size_t at = rng() % data.size();
-      switch (rng() % 4) {
-        case 0:
-          data.erase(at, 1 + rng() % 3);
-          break;
-        case 1:
-          data.insert(at, 1 + rng() % 3, static_cast<char>(rng()));
-          break;
-        default:
-          data[at] = static_cast<char>(rng() % 3 ? rng() % 8 : rng());
-      }
-      if (data.empty()) data = "x";
-    }
-    tf_stitch::Program program;
-    std::string error;
-    if (tf_stitch::ParseProgram(Seal(data), &program, &error)) {
-      ++parsed;
-      PlanAll(program, &rng, &usable);
-    } else if (error.empty()) {
-      abort();
-    }
+    for (uint64_t changes = 1 + rng() % 4; changes && !data.empty(); --changes) Damage(&data, &rng);
+    Test(data);
   }
-  printf("%lld parsed, %lld plans usable\n", static_cast<long long>(parsed), static_cast<long long>(usable));
+  printf("%lld parsed, %lld plans usable\n", static_cast<long long>(g_parsed), static_cast<long long>(g_usable));
 }
+
+#endif  // TF_STITCH_LIBFUZZER
