@@ -196,6 +196,18 @@ def test_every_half_op_rounds(dtype):
     assert got[graph.outputs[1]].any()
 
 
+@pytest.mark.parametrize("level", HOST_LEVELS[:2])
+def test_products_are_rounded_before_they_are_subtracted(level):
+    b = Builder()
+    x = b.param((64, 333), "float32", "x")
+    y = b.ew("mul", x, b.const(0.3, "float32"))
+    graph = b.finish([b.ew("sub", along_rows(b, b.reduce("max", y, (1,)), x), y)], "below_the_top")
+    kernel = kernel_of(graph)
+    value = np.random.default_rng(3).standard_normal((64, 333)).astype(np.float32)
+    got, _ = compile_kernels([kernel], level).run(kernel, {}, {graph.params[0]: value})
+    np.testing.assert_array_equal(got[graph.outputs[0]], interp.run(graph, [value])[0])
+
+
 @pytest.mark.parametrize("kind", ["max", "min"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_extremes_of_nan_are_nan(kind, axis):

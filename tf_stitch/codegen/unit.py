@@ -12,10 +12,11 @@ INCLUDE = Path(__file__).parent / "include"
 TARGET_HEADER = {"host": "ts_host.h", "cuda": "ts_cuda.h"}
 _INCLUDE_LINE = re.compile(r'^#include "(\w+\.h)"\s*$', re.M)
 
-# How host text is compiled.  Contraction (FMA) is on: it rounds once instead of twice.  Not -ffast-math: NaN and
-# Inf keep their meaning.  Integers wrap; buffers are reused with other element types, hence no strict aliasing.
+# How host text is compiled.  No contraction into FMAs: each op rounds, as TensorFlow's does, else sqrt(max(x*a) - x*a)
+# is the root of a negative number where x*a is largest (polynomials ask for FMA, see ts_poly.h).  Not -ffast-math:
+# NaN and Inf keep their meaning.  Integers wrap; buffers are reused with other element types, hence no strict aliasing.
 # Jump threading would break up selects (clamps, say) before the loop is vectorised.
-HOST_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fwrapv",
+HOST_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fwrapv",
               "-fno-strict-aliasing", "-fno-thread-jumps", "-fopenmp-simd", "-fvisibility=hidden", "-fno-exceptions",
               "-fno-rtti", "-fno-asynchronous-unwind-tables", "-shared", "-fPIC", "-w")
 
