@@ -269,10 +269,20 @@ def summary(out: Path) -> str:
     if rows:
         facts = record.steps["machine"]
         bench.save(rows, facts, out, "table")
+        (out / "device.json").write_text(json.dumps(_for_the_record(facts, record), indent=1) + "\n")
         with (out / "table.txt").open() as text:
             lines.append(text.read())
         Console(width=200).print(bench.table(rows, facts))
     return "\n".join(lines) + "\n"
+
+
+def _for_the_record(facts: dict[str, Any], record: Record) -> dict[str, Any]:
+    """The benchmark as models/results keeps it: what the figures depend on, then a row per workload and system."""
+    versions = {k: facts[k] for k in ("tensorflow", "tf_stitch", "keras", "numpy", "python", "compiler")}
+    other = {k: v for k, v in record.steps.items() if k in ("copy bandwidth", "batch sizes")}
+    return {"device": ", ".join([*facts["gpus"], facts["cpu"]]), "versions": versions,
+            **{k: facts[k] for k in ("commit", "date", "command")}, **other,
+            "rows": [r for v in record.steps.values() for r in v.get("rows", ())]}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
