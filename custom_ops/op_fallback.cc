@@ -1,7 +1,5 @@
 #include "op_fallback.h"
 
-#include <condition_variable>
-#include <deque>
 #include <memory>
 #include <string>
 #include <utility>
@@ -20,51 +18,6 @@ using tensorflow::FunctionLibraryRuntime;
 using tensorflow::MemoryType;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-
-// Work that waits for one thread.
-class Work {
- public:
-  void Add(std::function<void()> task) {
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      if (!finished_) {
-        tasks_.push_back(std::move(task));
-        changed_.notify_one();
-        return;
-      }
-    }
-    task();  // nobody takes it from here any more: what a run leaves to tidy up
-  }
-
-  void Finish(const absl::Status& status) {
-    std::lock_guard<std::mutex> lock(mu_);
-    status_ = status;
-    finished_ = true;
-    changed_.notify_one();
-  }
-
-  // Runs tasks until Finish was called, and those that came before it.
-  absl::Status RunAll() {
-    std::unique_lock<std::mutex> lock(mu_);
-    for (;;) {
-      changed_.wait(lock, [this] { return finished_ || !tasks_.empty(); });
-      if (tasks_.empty()) return status_;
-      std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-      task = nullptr;
-      lock.lock();
-    }
-  }
-
- private:
-  std::mutex mu_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;
-  bool finished_ = false;
-  absl::Status status_;
-};
 
 // `from` lies in memory of one type; sets `to` to it or to a copy in memory of the other.
 absl::Status Move(OpKernelContext* ctx, const Tensor& from, MemoryType has, MemoryType wants, Tensor* to) {
@@ -111,24 +64,18 @@ void Fallback::Run(OpKernelContext* ctx, AsyncOpKernel::DoneCallback done) {
   auto state = std::make_shared<State>();
   state->options.runner = ctx->runner();
   state->options.run_all_kernels_inline = ctx->run_all_kernels_inline();
-  Start(ctx, state.get(), [this, ctx, state, done](const absl::Status& status) {
+  auto finish = [this, ctx, state, done](const absl::Status& status) {
     ctx->SetStatus(status.ok() ? SetOutputs(ctx, state->results, on_gpu_) : status);
     done();
-  });
-}
-
-void Fallback::RunHere(OpKernelContext* ctx) {
-  auto state = std::make_shared<State>();
-  auto work = std::make_shared<Work>();
-  std::function<void(std::function<void()>)> runner = [work](std::function<void()> task) {
-    work->Add(std::move(task));
   };
-  state->options.runner = &runner;
-  state->options.run_all_kernels_inline = true;
-  // Whoever calls back may be the thread that the device's copies depend on: it must not wait for anything.
-  Start(ctx, state.get(), [work](const absl::Status& status) { work->Finish(status); });
-  absl::Status status = work->RunAll();
-  ctx->SetStatus(status.ok() ? SetOutputs(ctx, state->results, on_gpu_) : status);
+  Start(ctx, state.get(), [this, ctx, finish](const absl::Status& status) {
+    // Whoever calls back may be the thread that the device's copies depend on: it must not wait for one.
+    if (on_gpu_) {
+      (*ctx->runner())([finish, status] { finish(status); });
+    } else {
+      finish(status);
+    }
+  });
 }
 
 void Fallback::Start(OpKernelContext* ctx, State* state, FunctionLibraryRuntime::DoneCallback done) {

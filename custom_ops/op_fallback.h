@@ -23,9 +23,6 @@ class Fallback {
 
   void Run(tensorflow::OpKernelContext* ctx, tensorflow::AsyncOpKernel::DoneCallback done);
 
-  // Runs it on this thread, which waits only for the device: threads of a pool may all be here at once.
-  void RunHere(tensorflow::OpKernelContext* ctx);
-
  private:
   using Runtime = tensorflow::FunctionLibraryRuntime;
   struct State;

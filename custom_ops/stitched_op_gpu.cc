@@ -22,7 +22,7 @@
 namespace tf_stitch {
 namespace {
 
-using tensorflow::OpKernel;
+using tensorflow::AsyncOpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
@@ -39,16 +39,18 @@ cuda::Stream StreamOf(stream_executor::Stream* stream) {
   return static_cast<cuda::Stream>(stream->platform_specific_handle().stream);
 }
 
-// Synchronous, though the fallback is a function: what follows an asynchronous kernel is handed to another thread,
-// which takes longer than launching a program.
-class StitchedProgramGpuOp : public OpKernel {
+class StitchedProgramGpuOp : public AsyncOpKernel {
  public:
-  explicit StitchedProgramGpuOp(OpKernelConstruction* ctx) : OpKernel(ctx), node_(ctx, /*on_gpu=*/true) {
+  explicit StitchedProgramGpuOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx), node_(ctx, /*on_gpu=*/true) {
     node_.Prepare(ctx, [this, ctx] { return Load(ctx); });
   }
 
-  void Compute(OpKernelContext* ctx) override {
-    if (!node_.ready() || !RunStitched(ctx)) node_.fallback().RunHere(ctx);
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    if (node_.ready() && RunStitched(ctx)) {
+      done();
+    } else {
+      node_.fallback().Run(ctx, std::move(done));
+    }
   }
 
  private:
