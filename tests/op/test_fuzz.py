@@ -73,6 +73,7 @@ def test_libfuzzer(tmp_path):
     if "libclang_rt" in built.stderr:
         pytest.skip("clang has no libFuzzer here (apt-get install libclang-rt-dev)")
     assert built.returncode == 0, built.stderr[-3000:]
-    done = subprocess.run([binary, "-runs=3000", "-seed=1", "-rss_limit_mb=2048", CORPUS], capture_output=True,
+    (tmp_path / "new").mkdir()  # inputs that reach more are written to the first folder
+    done = subprocess.run([binary, "-runs=3000", "-seed=1", "-rss_limit_mb=2048", "new", CORPUS], capture_output=True,
                           text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -56,6 +56,11 @@ def test_kernels_and_fallback(marked):
         np.testing.assert_array_equal(y, 4 * x + 3 if n > 1 else [-1])
 
 
+def test_without_compiler_cache_and_home(marked):
+    bare = {"PATH": "/nowhere", "HOME": "/nowhere", "TF_STITCH_CACHE": "/nowhere", "CXX": "/nowhere"}
+    assert answer(marked, '{"inputs": [1, 2]}', env=bare)["y"] == [7, 11]
+
+
 def test_no_python_inside():
     for binary in (support.HOST, runtime.LIBRARY):
         needed = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout

@@ -115,7 +115,7 @@ def test_the_check_notices(tmp_path):
     found = "\n".join(checker.problems(folder, [tmp_path]))
     assert "new.cc includes tensorflow/core/graph/graph.h, which no target" in found
     assert "BUILD lacks its target @org_tensorflow//tensorflow/core:lib" in found
-    assert "BUILD depends on //a:b" in found and f"which is not in {tmp_path}" in found
+    assert f"which is not in {tmp_path}" in found
     assert checker.main([]) == 0
     with pytest.raises(SystemExit):
         checker.main(["--tensorflow", os.fspath(tmp_path)])

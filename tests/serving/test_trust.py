@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import subprocess
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
@@ -101,6 +102,17 @@ def test_signing_and_checking(keys, unsigned, signed, capsys, tmp_path):
         assert cli.main(args) == 1
         assert says in capsys.readouterr().err
     assert sorted(os.listdir(signed)) == sorted(os.listdir(unsigned))
+
+
+def test_built_against_boringssl(tmp_path):
+    """As Bazel builds it: with BoringSSL's header there is no weak symbol."""
+    headers = next(iter(Path(tf.sysconfig.get_include()).glob("external/boringssl/src/include")), None)
+    if headers is None:
+        pytest.skip("TensorFlow's headers here are without BoringSSL's")
+    subprocess.run([*find_compiler(), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-isystem", str(headers),
+                    "-c", str(support.ROOT / "custom_ops/ed25519.cc"), "-o", str(tmp_path / "ed25519.o")], check=True)
+    symbols = subprocess.run(["nm", "-u", tmp_path / "ed25519.o"], capture_output=True, text=True, check=True).stdout
+    assert "U ED25519_verify" in symbols
 
 
 def test_libcrypto_where_tensorflow_has_no_boringssl(keys, tmp_path):
