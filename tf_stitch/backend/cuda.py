@@ -35,9 +35,9 @@ PTX = Cache("cuda", ".ptx")
 CUBIN = Cache("cuda", ".cubin")
 DEFAULT_TARGETS = ("sm_90", "compute_90")
 
-# FMA contraction is on, as on the host: it rounds once instead of twice.  Division and roots stay exact (nvcc's
-# default), denormals are kept.
-FLAGS = ("-std=c++17",)
+# No contraction into FMAs, as on the host (codegen.unit): each op rounds as TensorFlow's does.  Division and roots
+# stay exact (nvcc's default), denormals are kept.
+FLAGS = ("-std=c++17", "-fmad=false")
 NVCC_FLAGS = ("-w",)
 _TARGET = re.compile(r"(sm|compute)_(\d{2,3})")
 

@@ -8,7 +8,7 @@ from ..ir.dtypes import DTYPES
 from ..ir.graph import Node
 from ..schedule import rules
 from ..schedule.rules import Index
-from .folds import Fold
+from .folds import Fold, Product
 from .text import compute_type
 from .values import evaluate, wrap
 
@@ -22,7 +22,7 @@ def fold_of(node: Node) -> Fold:
     return Fold("sum" if kind == "mean" else kind, node.dtype)
 
 
-def value(e: StageEmitter, node: Node, index: Index) -> str:
+def value(e: StageEmitter, node: Node, index: Index) -> str | Product:
     """The value that ``node``'s fold takes at an index of its domain."""
     if node.op == "reduce":
         return evaluate(e, node.inputs[0], index)
@@ -49,7 +49,7 @@ def _product(e: StageEmitter, dtype: str, a: str, b: str) -> str:
     return name
 
 
-def _dot(e: StageEmitter, node: Node, index: Index) -> str:
+def _dot(e: StageEmitter, node: Node, index: Index) -> str | Product:
     out = []
     contract = node.attrs["contract"]
     for k, x in enumerate(node.inputs):
@@ -60,6 +60,8 @@ def _dot(e: StageEmitter, node: Node, index: Index) -> str:
         for j, a in enumerate(contract[k]):
             place[a] = index[node.rank + j]
         out.append(evaluate(e, x, tuple(place)))
+    if DTYPES[node.dtype].is_float:
+        return Product(*out)
     return _product(e, node.dtype, *out)
 
 

@@ -13,6 +13,14 @@ from .text import compute_type, literal
 
 
 @dataclass(frozen=True)
+class Product:
+    """Two float factors: a sum takes their product with one rounding, as matrix products do."""
+
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
 class Fold:
     """One reduction of values of ``dtype``.  ``kind`` is "sum", "prod", "max", "min", "and" or "or"."""
 
@@ -50,8 +58,10 @@ class Fold:
             return "1" if self.op == "and" else "0"
         return f"{self.type}({literal(identity(self.kind, self.dtype)[()], self.dtype)})"
 
-    def step(self, acc: str, value: str) -> str:
+    def step(self, acc: str, value: str | Product) -> str:
         """The statement that takes a value (or joins a partial result) into ``acc``."""
+        if isinstance(value, Product):
+            return f"{acc} = ts_fma_({value.a}, {value.b}, {acc});"
         if self.op in ("sum", "prod"):
             value = value if DTYPES[self.dtype].is_float else f"{self.type}({value})"
             return f"{acc} {'+' if self.op == 'sum' else '*'}= {value};"
@@ -59,7 +69,7 @@ class Fold:
             return f"{acc} {'&' if self.op == 'and' else '|'}= {value};"
         return f"{acc} = {value} {'>' if self.op == 'max' else '<'} {acc} ? {value} : {acc};"
 
-    def step_lane(self, acc: str, value: str) -> str:
+    def step_lane(self, acc: str, value: str | Product) -> str:
         """As :meth:`step` where the accumulator is one of many lanes: NaN goes into it."""
         if self.flagged:
             return f"{acc} = ts_{self.op}({acc}, {value});"
@@ -75,7 +85,7 @@ class Fold:
         lines = [f"{self.type} {acc} = {self.start};"]
         return [*lines, f"int {acc}_nan = 0;"] if self.flagged else lines
 
-    def take(self, acc: str, value: str) -> list[str]:
+    def take(self, acc: str, value: str | Product) -> list[str]:
         """Statements that take a value into a flagged accumulator."""
         lines = [self.step(acc, value)]
         return [*lines, f"{acc}_nan |= {value} != {value};"] if self.flagged else lines
