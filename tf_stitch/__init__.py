@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .hook import disable, enable, function, is_enabled, reports
     from .options import Options
     from .report import Report
+    from .runtime import LibraryError
     from .saved_model import load as load_saved_model
     from .saved_model import rewrite_saved_model
 
@@ -32,11 +33,11 @@ _HOME = {
     "rewrite_saved_model": "saved_model", "load_saved_model": "saved_model",
     "Options": "options", "Report": "report",
     "StitchError": "errors", "OptionError": "errors", "CompileError": "errors", "SavedModelError": "errors",
-    "VerifyError": "errors",
+    "VerifyError": "errors", "LibraryError": "runtime",
 }
 
-__all__ = ["CompileError", "OptionError", "Options", "Report", "SavedModelError", "StitchError", "VerifyError",
-           "disable", "enable", "function", "is_enabled", "load_library", "load_saved_model", "reports",
+__all__ = ["CompileError", "LibraryError", "OptionError", "Options", "Report", "SavedModelError", "StitchError",
+           "VerifyError", "disable", "enable", "function", "is_enabled", "load_library", "load_saved_model", "reports",
            "rewrite_graph_def", "rewrite_saved_model"]
 
 

@@ -96,7 +96,7 @@ def _bench(args: argparse.Namespace) -> int:
         from dataclasses import asdict
 
         print(json.dumps({"machine": facts, "rows": [asdict(r) for r in rows]}, indent=1))
-    else:
+    elif not args.quiet:
         Console(width=None if sys.stdout.isatty() else 180).print(table(rows, facts))
     return 0
 
@@ -104,15 +104,12 @@ def _bench(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from . import doctor
 
-    return doctor.main(json_output=args.json, quiet=args.quiet)
+    with _quiet_stderr():
+        return doctor.main(json_output=args.json, quiet=args.quiet)
 
 
 def _load_tensorflow() -> None:
-    """Imports TensorFlow without the lines that it writes to stderr before its own log level counts."""
-    with tempfile.TemporaryFile() as sink:
-        sys.stderr.flush()
-        saved = os.dup(2)
-        os.dup2(sink.fileno(), 2)
+    with _quiet_stderr():
         try:
             import tensorflow  # noqa: F401
 
@@ -122,7 +119,19 @@ def _load_tensorflow() -> None:
         except ImportError as error:
             raise error if isinstance(error, StitchError) else StitchError(
                 f"TensorFlow cannot be imported ({error}); run 'tf-stitch doctor'.") from None
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Drops what is written to stderr: TensorFlow writes lines there before its own log level counts."""
+    with tempfile.TemporaryFile() as sink:
+        sys.stderr.flush()
+        saved = os.dup(2)
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield
         finally:
+            sys.stderr.flush()
             os.dup2(saved, 2)
             os.close(saved)
 

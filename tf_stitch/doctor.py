@@ -90,7 +90,8 @@ def _op_library() -> Finding:
         runtime.load()
     except (StitchError, ImportError) as error:
         status = PROBLEM if runtime.LIBRARY.exists() else MISSING
-        return replace(sought.missing(str(error), "pip install --no-build-isolation ."), status=status)
+        advice = "pip install 'setuptools>=77' wheel && pip install --no-build-isolation ."
+        return replace(sought.missing(str(error), advice), status=status)
     return sought.found(f"{runtime.LIBRARY}, built for TensorFlow {runtime.built_for()}")
 
 
@@ -193,7 +194,7 @@ def _pycuda() -> Finding:
     try:
         return sought.found(importlib.metadata.version("pycuda"))
     except importlib.metadata.PackageNotFoundError:
-        return sought.missing("not installed", "pip install 'tf-stitch[cuda]'")
+        return sought.missing("not installed", "pip install pycuda")
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (_tensorflow, _op_library, _compiler, _kernels, _processor, _cache, _gpu,
@@ -227,6 +228,8 @@ def _print(findings: list[Finding], lacking: list[Finding]) -> None:
         table.add_row(f.name, Text(f.status, style["problem" if f in lacking else f.status]), Text(f.detail),
                       Text(advice))
     console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a pipe has no width
     console.print(table)
     console.print("\n" + ("Rewriting for the CPU needs what is red above." if lacking else
                           "tf_stitch can rewrite and run models for the CPU here."))

@@ -143,8 +143,12 @@ class Report:
 
     def summary(self) -> str:
         """One line."""
-        return (f"{len(self.clusters)} stitched ops with {self.kernels} kernels replace {self.stitched_ops} TensorFlow "
-                f"ops ({self.coverage:.0%} of those outside MatMul, Conv and pools); "
+        if not self.ops_before:
+            return "There is nothing to stitch."
+        verb = "replaces" if len(self.clusters) == 1 else "replace"
+        return (f"{_count(len(self.clusters), 'stitched op')} with {_count(self.kernels, 'kernel')} {verb} "
+                f"{_count(self.stitched_ops, 'TensorFlow op')} "
+                f"({self.coverage:.0%} of those outside MatMul, Conv and pools); "
                 f"ops {self.ops_before} -> {self.ops_after}, kernels {self.ops_before} -> {self.kernels_after}")
 
     def to_text(self, file: IO[str] | None = None, limit: int = 40) -> None:
@@ -152,6 +156,8 @@ class Report:
         from rich.console import Console
 
         console = Console(file=file, highlight=False, soft_wrap=False)
+        if not console.is_terminal:
+            console.width = 160  # a file has no width
         console.print(self.summary())
         for table in self._tables(limit):
             if table.row_count:
@@ -184,6 +190,10 @@ class Report:
         from .report_html import page
 
         return page(self, title)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 def _op_list(ops: Iterable[str]) -> str:

@@ -22,7 +22,8 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   max-width: 1200px; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; margin: .5rem 0 1rem; } th, td { text-align: left; padding: .25rem .8rem .25rem 0;
-  border-bottom: 1px solid var(--line); vertical-align: top; } td.n, th.n { text-align: right; }
+  border-bottom: 1px solid var(--line); vertical-align: top; }
+  th { white-space: nowrap; } td.n, th.n { text-align: right; }
 .numbers { display: flex; flex-wrap: wrap; gap: 1rem 2.5rem; margin: 1rem 0; } .numbers b { display: block;
   font-size: 1.5rem; font-variant-numeric: tabular-nums; } .soft { color: var(--soft); } code { font-size: .87em; }
 .drawing { overflow: auto; max-height: 85vh; border: 1px solid var(--line); border-radius: 6px; }
@@ -100,7 +101,7 @@ def _clusters(clusters: Sequence[ClusterReport], anchors: Mapping[str, str]) -> 
         kernels = "".join(f"<div><code>{escape(x)}</code></div>" for x in c.kernels)
         rows.append((f'<code id="{anchors[c.name]}">{escape(c.name)}</code>', str(c.compute_ops), str(len(c.kernels)),
                      str(c.guards), f"<details><summary>{ops}</summary>{names}</details>"
-                     f"<details><summary>kernels end at</summary>{kernels}</details>"))
+                     f"<details><summary>last node of each kernel</summary>{kernels}</details>"))
     return _table(("stitched op", "TF ops", "kernels", "guards", "what it holds"), rows, (1, 2, 3))
 
 
@@ -141,11 +142,16 @@ def _boxes(g: GraphReport, anchors: Mapping[str, str]) -> dict[str, _Box]:
     for c in g.clusters:
         kernels = [_short(x, 32) for x in c.kernels[:KERNELS_SHOWN]]
         more = [f"... {len(c.kernels) - KERNELS_SHOWN} more"] if len(c.kernels) > KERNELS_SHOWN else []
+        title = _short(c.name.removesuffix("/stitched"), 32)
+        if kernels == [title]:
+            kernels = []
         head = f"{c.compute_ops} ops in {len(c.kernels)} kernel{'s' if len(c.kernels) != 1 else ''}"
-        boxes[c.name] = _Box(c.name, "group", [_short(c.name.removesuffix("/stitched"), 32), head, *kernels, *more],
+        boxes[c.name] = _Box(c.name, "group", [title, head, *kernels, *more],
                              CLUSTER_WIDTH, anchors[c.name])
     for n in g.left:
-        boxes[n.node] = _Box(n.node, "contraction" if n.contraction else "left", [_short(n.op, 16)], LEFT_WIDTH)
+        op = _short(n.op, 32)
+        width = max(LEFT_WIDTH, 7 * len(op) + 14)
+        boxes[n.node] = _Box(n.node, "contraction" if n.contraction else "left", [op], width)
     return boxes
 
 

@@ -113,7 +113,7 @@ def _crypto() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise SigningError("Signing needs the package 'cryptography': pip install 'tf-stitch[sign]'.") from None
+        raise SigningError("Signing needs the package 'cryptography': pip install cryptography.") from None
     return serialization, ed25519
 
 

@@ -518,7 +518,8 @@ def _not_worth_it(net: _Net, group: list[str], options: Options) -> str | None:
     """Why a cluster would cost more than it saves, or None."""
     compute = [n for n in group if net.by_name[n].computes]
     if len(compute) < options.min_ops:
-        return f"a cluster of {len(compute)} compute ops is not worth an op of its own (min_ops={options.min_ops})"
+        size = "1 compute op" if len(compute) == 1 else f"{len(compute)} compute ops"
+        return f"a cluster of {size} is not worth an op of its own (min_ops={options.min_ops})"
     return None
 
 
