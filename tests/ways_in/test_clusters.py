@@ -66,6 +66,32 @@ def test_a_path_through_a_library_call_splits():
     check_acyclic(infos, found)
 
 
+def stacked_cells() -> list[NodeInfo]:
+    """Two products whose results meet in ``join``; ``g1``, which rests on the first alone, feeds a third."""
+    return [source("x"), source("y"), left("m1", "x"), left("m2", "y"), node("f1", "m1"), node("g1", "f1"),
+            node("f2", "m2"), node("g2", "f2"), node("join", "g1", "g2"), node("end", "join"),
+            left("m3", "g1"), left("m4", "end"), node("h3", "m3"), node("i3", "h3"), node("h4", "m4"), node("i4", "h4")]
+
+
+def test_a_library_call_does_not_wait_for_a_stream_that_it_does_not_need():
+    infos = stacked_cells()
+    read = [("i3", 0), ("i4", 0)]
+    found = find(infos, Options(target="host"), read=read)
+    check_acyclic(infos, found)
+    (first,) = [c for c in found.clusters if "g1" in c.members]
+    assert set(first.members) == {"f1", "g1"}
+    (second,) = [c for c in found.clusters if "g2" in c.members]
+    assert {"join", "end"} <= set(second.members)
+    gpu = find(infos, Options(target="cuda:sm_90"), read=read)
+    assert {"f1", "g1", "f2", "g2", "join", "end"} in members(gpu)  # launches do not wait: one cluster
+
+
+def test_streams_that_meet_before_any_library_call_stay_together():
+    infos = [i for i in stacked_cells() if i.name not in ("m3", "h3", "i3")]
+    found = find(infos, Options(target="host"), read=[("i4", 0)])
+    assert {"f1", "g1", "f2", "g2", "join", "end"} in members(found)
+
+
 def test_clusters_of_different_depth_merge_when_no_path_runs_outside():
     infos = [source("x"), source("y"), node("a", "x"), node("a2", "a"), left("m", "y"), node("b", "m", "a2")]
     found = find(infos, Options(), read=[("b", 0)])

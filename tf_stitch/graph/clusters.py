@@ -45,6 +45,9 @@ PLUMBING = CONTROL_FLOW | {
 SMALL_ELEMENTS = 64  # of an integer tensor that counts as shape arithmetic
 
 
+Streams = frozenset[frozenset[str]]  # see _streams
+
+
 @dataclass(frozen=True)
 class NodeInfo:
     """What clustering needs to know of a node; ``why`` is the reason it stays TensorFlow's, or None."""
@@ -206,7 +209,7 @@ def find(infos: Sequence[NodeInfo], options: Options, keep: Iterable[str] = (), 
     dead = _dead(infos, keep | pinned | {n for n, _ in read}) if prune else frozenset()
     infos = [i for i in infos if i.name not in dead]
     net = _Net(infos, keep, read, pinned)
-    groups = _merge(net, *_components(net), options)
+    groups = _merge(net, *_components(net, options), options)
     reasons: dict[str, str] = {}
     kept: list[list[str]] = []
     for group in groups:
@@ -364,8 +367,8 @@ class _Sets:
         self.parent[self.find(b)] = self.find(a)
 
 
-def _components(net: _Net) -> tuple[list[list[str]], dict[str, int]]:
-    """Step 1: connected members of equal depth; and the depths."""
+def _components(net: _Net, options: Options) -> tuple[list[list[str]], dict[str, int], dict[str, Streams]]:
+    """Step 1: connected members of equal depth, cut where streams meet; the depths; the streams."""
     depth: dict[str, int] = {}
     sets = _Sets(n for n in net.by_name if n in net.member)
     for i in net.order:
@@ -376,18 +379,55 @@ def _components(net: _Net) -> tuple[list[list[str]], dict[str, int]]:
         for b in net.before[name]:
             if depth[b] == level and not _is_break(net, b, name):
                 sets.join(b, name)
+    streams = {} if options.on_gpu else _streams(net, depth, sets)
+    cut = _Sets(sets.parent)
+    for i in net.order:
+        for b in net.before[i.name] if streams else ():
+            if b in net.member and i.name in net.member and sets.find(b) == sets.find(i.name) \
+                    and depth[b] == depth[i.name] and streams[b] == streams[i.name]:
+                cut.join(b, i.name)
     groups: dict[str, list[str]] = {}
     for i in net.order:
         if i.name in net.member:
-            groups.setdefault(sets.find(i.name), []).append(i.name)
-    return list(groups.values()), depth
+            groups.setdefault((cut if streams else sets).find(i.name), []).append(i.name)
+    return list(groups.values()), depth, streams
+
+
+def _streams(net: _Net, depth: Mapping[str, int], sets: _Sets) -> dict[str, Streams]:
+    """For each member, which of its component's early results it is needed for.
+
+    A component waits for all library calls above it.  When one of its results feeds another library call and rests
+    on only some of them (a layer of a stacked RNN, say), that call would start late.  What such a result needs is a
+    cluster of its own.  What a node rests on grows along edges, so the streams that it is in shrink: no cycles.
+    """
+    rests: dict[str, frozenset[str]] = {}
+    waits: dict[str, set[str]] = {}
+    for i in net.order:
+        if i.name not in net.member:
+            continue
+        found: set[str] = set()
+        for b in net.before[i.name]:
+            if _is_break(net, b, i.name):
+                found |= {b} if lower.is_contraction(net.by_name[b].op) else set()
+            elif depth[b] == depth[i.name]:
+                found |= rests[b]
+        rests[i.name] = frozenset(found)
+        waits.setdefault(sets.find(i.name), set()).update(found)
+    early: dict[str, dict[frozenset[str], None]] = {}
+    for n, on in rests.items():
+        component = sets.find(n)
+        if on and len(on) < len(waits[component]) and any(lower.is_contraction(net.by_name[r].op) and
+                                                          r not in net.member for r in net.readers[n]):
+            early.setdefault(component, {})[on] = None
+    return {n: frozenset(on for on in early.get(sets.find(n), ()) if rests[n] <= on) for n in rests}
 
 
 def _is_break(net: _Net, a: str, b: str) -> bool:
     return a not in net.member or b not in net.member or net.key(a) != net.key(b)
 
 
-def _merge(net: _Net, groups: list[list[str]], depth: Mapping[str, int], options: Options) -> list[list[str]]:
+def _merge(net: _Net, groups: list[list[str]], depth: Mapping[str, int], streams: Mapping[str, Streams],
+           options: Options) -> list[list[str]]:
     """Steps 2 and 3: greedy merging along edges, then of what is too small, with exact reachability."""
     unit_of: dict[str, int] = {}
     for k, group in enumerate(groups):
@@ -398,7 +438,8 @@ def _merge(net: _Net, groups: list[list[str]], depth: Mapping[str, int], options
     owner = {k: k for k in range(len(groups))}
     for i in net.order:
         for b in net.before[i.name]:
-            if b in net.member and i.name in net.member and net.key(b) == net.key(i.name):
+            meet = depth[b] == depth[i.name] and streams.get(b) != streams.get(i.name)  # cut on purpose
+            if b in net.member and i.name in net.member and net.key(b) == net.key(i.name) and not meet:
                 x, y = _root(owner, unit_of[b]), _root(owner, unit_of[i.name])
                 if x != y and graph.can_merge(x, y):
                     graph.merge(x, y)
