@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -86,12 +87,35 @@ class StitchedFunction(polymorphic_function.Function):
     __call__ = _short_way
 
 
+@functools.wraps(_long_way)
+def _plain_way(self: Any, *args: Any, **kwargs: Any) -> Any:
+    _look_again()
+    return _long_way(self, *args, **kwargs)
+
+
 def everywhere(on: bool) -> None:
     """Gives every ``tf.function`` of the process the short way in, or takes it away again."""
-    polymorphic_function.Function.__call__ = _short_way if on else _long_way
+    polymorphic_function.Function.__call__ = _short_way if on else _plain_way
+
+
+_config_version = 0
+_seen = threading.local()  # .version: of the config that a thread's calls use
+
+
+def config_changed() -> None:
+    """Every thread keeps what it made of TensorFlow's config; from its next call on it makes it anew."""
+    global _config_version
+    _config_version += 1
+
+
+def _look_again() -> None:
+    if getattr(_seen, "version", 0) != _config_version:
+        _seen.version = _config_version
+        context.context()._thread_local_data.function_call_options = None
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _look_again()
     key: list[Any] = []
     leaves: list[Any] = []
     if (function._jit_compile or not _nothing_looks_on() or not _flatten(args, key, leaves)

@@ -47,8 +47,7 @@ def enable(options: Options | None = None) -> None:
     """From now on every ``tf.function`` of the process is stitched, Keras' fit, evaluate and predict included.
 
     Functions that were traced before are stitched when they are called next; nothing is traced again.  It holds
-    for the calling thread and for threads that call their first function later.  Raises LibraryError when the op
-    library does not fit the installed TensorFlow.
+    for all threads.  Raises LibraryError when the op library does not fit the installed TensorFlow.
     """
     with _state.lock:
         _state.everything = replace(options or Options(), levels=())  # code for this machine only
@@ -161,8 +160,11 @@ def _config() -> tuple[Any, Any]:
 
 
 def _use(ctx: Any, config: Any) -> None:
+    from . import fast_call
+
     ctx._config = config
     ctx._thread_local_data.function_call_options = None  # made anew from the config at the next call
+    fast_call.config_changed()  # other threads: when they next call a tf.function
 
 
 @functools.cache

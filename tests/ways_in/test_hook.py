@@ -128,6 +128,22 @@ def test_functions_traced_before_and_after(enabled):
     assert not tf_stitch.is_enabled()
 
 
+def test_threads_that_ran_functions_before_follow_enable_and_disable():
+    f = tf.function(block)
+    x = normal(4, 32)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        def count() -> int:
+            before = ran()
+            pool.submit(f, x).result()
+            return ran() - before
+
+        assert count() == 0
+        tf_stitch.enable()
+        assert count() > 0
+        tf_stitch.disable()
+        assert count() == 0
+
+
 def test_enable_twice_and_with_options():
     tf_stitch.enable()
     tf_stitch.enable(tf_stitch.Options(target="host", levels=(), skip_ops=("Tanh",)))
