@@ -31,8 +31,9 @@ def write(folder: Path, inputs: Mapping[str, Any] | None = None) -> int:
 
     from .saved_model import _disk_errors, signatures
 
-    records = [prediction_log(signature.name, request) for signature in signatures(folder).values()
-               for request in _requests(signature, inputs or {})][:MOST]
+    found = signatures(folder)
+    records = [prediction_log(name, request) for name in sorted(found)  # a proto's map has no order
+               for request in _requests(found[name], inputs or {})][:MOST]
     path = folder / FILE
     with _disk_errors(folder):
         path.parent.mkdir(exist_ok=True)
@@ -73,8 +74,9 @@ def prediction_log(signature: str, inputs: Mapping[str, Any], model: str = "") -
     """The bytes of a PredictionLog of one PredictRequest.  ``inputs``: TensorProtos by name."""
     spec = _field(_NAME, model.encode()) * bool(model) + _field(_SIGNATURE_NAME, signature.encode())
     request = _field(_MODEL_SPEC, spec)
-    for name, tensor in inputs.items():
-        request += _field(_INPUTS, _field(_KEY, name.encode()) + _field(_VALUE, tensor.SerializeToString()))
+    for name, tensor in sorted(inputs.items()):
+        value = tensor.SerializeToString(deterministic=True)
+        request += _field(_INPUTS, _field(_KEY, name.encode()) + _field(_VALUE, value))
     return _field(_PREDICT_LOG, _field(_REQUEST, request))
 
 
