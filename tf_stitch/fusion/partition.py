@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from ..ir.graph import Graph, Node
+from ..ir.graph import Graph, Node, topological
 from .group import Group
 
 ALWAYS_FLOATING = frozenset({"const", "iota", "shape_value", "broadcast", "reshape"})
@@ -184,18 +184,5 @@ class Partition:
     def in_order(self) -> list[Unit]:
         """Units in topological order, producers first, ties by position in the graph."""
         first = {u: min(self.rank_of[n] for n in u.nodes) for u in self.units}
-        order: list[Unit] = []
-        done: dict[Unit, bool] = {}
-        for root in sorted(self.units, key=first.__getitem__):
-            stack = [(root, False)]
-            while stack:
-                u, expanded = stack.pop()
-                if expanded:
-                    order.append(u)
-                    done[u] = True
-                elif u not in done:
-                    done[u] = False
-                    stack.append((u, True))
-                    stack.extend((p, False) for p in sorted(self.producers(u), key=first.__getitem__, reverse=True)
-                                 if p not in done)
-        return order
+        place = first.__getitem__
+        return topological(sorted(self.units, key=place), lambda u: sorted(self.producers(u), key=place))

@@ -2,14 +2,16 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from . import dims as D
 from .dims import Dim
 
 Shape = tuple[Dim, ...]
+T = TypeVar("T")
 
 
 class Node:
@@ -167,19 +169,18 @@ class Graph:
             n.dtype, n.origin))
 
 
-def topological(roots: Iterable[Node]) -> list[Node]:
+def topological(roots: Iterable[T], operands: Callable[[T], Sequence[T]] = operator.attrgetter("inputs")) -> list[T]:
     """Operands first; iterative, so deep graphs do not hit the recursion limit."""
-    order: list[Node] = []
-    state: dict[Node, bool] = {}
+    order: list[T] = []
+    seen: set[T] = set()
     for root in roots:
         stack = [(root, False)]
         while stack:
             n, expanded = stack.pop()
             if expanded:
                 order.append(n)
-                state[n] = True
-            elif n not in state:
-                state[n] = False
+            elif n not in seen:
+                seen.add(n)
                 stack.append((n, True))
-                stack.extend((i, False) for i in reversed(n.inputs) if i not in state)
+                stack.extend((i, False) for i in reversed(operands(n)) if i not in seen)
     return order
