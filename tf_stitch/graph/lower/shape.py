@@ -301,7 +301,7 @@ def strided_slice(s: SymContext) -> np.ndarray:
             at.append(slice(first, first + 1 if first != -1 else None))
         else:
             at.append(slice(first, None if end_mask >> i & 1 else int(end[i]), int(strides[i])))
-    taken = x[tuple(at)]
+    taken = as_array(x[tuple(at)])
     if any(e.shrink and n != 1 for e, n in zip(entries, taken.shape, strict=True)):
         raise NotSymbolic  # out of range: TensorFlow's own error
     return taken.reshape([1 if a is None else taken.shape[a] for a in form])
