@@ -1,6 +1,6 @@
 """The demo's models, rewritten, in the host program without Python: many requests, every answer checked.
 
-    python -m models.load [--requests N] [--threads N] [--deadline-ms MS] [--both]
+    python -m models.load [--requests N] [--threads N] [--deadline-ms MS] [--both] [--tolerance X] [--out FOLDER]
 
 ``make host`` builds the host program.  Exits with 1 when an answer is wrong or fails, or memory grows.
 """
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tf_stitch
+from tf_stitch import bench
 
 from .demo import MODELS, save
 
@@ -66,6 +67,18 @@ def table(rows: Sequence[tuple[str, dict]]) -> Table:
     return out
 
 
+def record(rows: Sequence[tuple[str, dict]], folder: Path) -> None:
+    """Writes host.json ({machine, rows}) and host.txt (the table)."""
+    facts = bench.machine()
+    folder.mkdir(parents=True, exist_ok=True)
+    results = [{"title": title, **result} for title, result in rows]
+    (folder / "host.json").write_text(json.dumps({"machine": facts, "rows": results}, indent=1) + "\n")
+    with (folder / "host.txt").open("w") as out:
+        console = Console(file=out, width=180)
+        console.print(table(rows))
+        console.print("\n".join(f"{k}: {v}" for k, v in facts.items()), highlight=False)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the load; 0 when all answers are right."""
     parser = argparse.ArgumentParser("python -m models.load", description=__doc__.splitlines()[0])
@@ -73,13 +86,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=64)
     parser.add_argument("--deadline-ms", type=int, default=60_000)
     parser.add_argument("--both", action="store_true", help="send the load to the original models too")
+    parser.add_argument("--tolerance", type=float, default=1e-5,
+                        help="largest difference over the largest magnitude of an output (TF32 needs about 3e-3)")
+    parser.add_argument("--out", type=Path, help="folder that gets host.json and host.txt")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         models = prepare(Path(temporary))
         flags = ["--requests", str(args.requests // len(models)), "--threads", str(args.threads), "--deadline-ms",
-                 str(args.deadline_ms), "--max-growth-mb", "64", *(["--both"] if args.both else [])]
+                 str(args.deadline_ms), "--max-growth-mb", "64", "--tolerance", str(args.tolerance),
+                 *(["--both"] if args.both else [])]
         rows = [(title, load(plain, stitched, *flags)) for title, plain, stitched in models]
     Console(width=None if sys.stdout.isatty() else 180).print(table(rows))
+    if args.out:
+        record(rows, args.out)
     for title, result in rows:
         if result["status"]:
             print(f"{title}: {result['first_problem'] or 'memory grew'}")
