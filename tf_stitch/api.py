@@ -27,7 +27,7 @@ def rewrite_graph_def(graph_def: GraphDef, *, target: str = "auto", options: Opt
     if not isinstance(graph_def, graph_pb2.GraphDef):
         raise OptionError(f"rewrite_graph_def takes a GraphDef, not a {type(graph_def).__name__}; "
                           "use graph.as_graph_def().")
-    options = options or Options()
+    options = Options.of(options)
     if target != "auto":
         options = replace(options, target=target)
     missing = set(options.keep) - {n.name for n in graph_def.node}

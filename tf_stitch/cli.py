@@ -159,6 +159,9 @@ def _print_report(report: Any, args: argparse.Namespace) -> None:
         print(report.to_json())
     elif not args.quiet:
         report.to_text()
+    if args.quiet or args.json:
+        for note in report.notes:
+            print(f"tf-stitch: {note}", file=sys.stderr)
 
 
 @contextlib.contextmanager

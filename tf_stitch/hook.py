@@ -50,7 +50,7 @@ def enable(options: Options | None = None) -> None:
     for all threads.  Raises LibraryError when the op library does not fit the installed TensorFlow.
     """
     with _state.lock:
-        _state.everything = replace(options or Options(), levels=())  # code for this machine only
+        _state.everything = replace(Options.of(options), levels=())  # code for this machine only
         _arm()
         _shorten(True)
 

@@ -29,11 +29,26 @@ class Options:
     shared_bytes: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("levels", "keep", "skip_ops"):
+            if isinstance(getattr(self, name), str):
+                raise OptionError(f"Option '{name}' is a string; it takes a tuple of strings.")
+        for name, least in (("min_ops", 1), ("shared_bytes", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise OptionError(f"Option '{name}' is {value!r}; it must be an integer of at least {least}.")
         unknown = set(self.levels) - set(HOST_LEVELS)
         if unknown:
             raise OptionError(f"Option 'levels' has unknown entries {sorted(unknown)}; use {', '.join(HOST_LEVELS)}.")
         if not (self.target in ("auto", "host") or self.target.startswith("cuda:sm_")):
             raise OptionError(f"Target '{self.target}' is not known; use 'auto', 'host' or 'cuda:sm_90'.")
+
+    @classmethod
+    def of(cls, options: Options | None) -> Options:
+        """``options``, or the defaults for None.  Raises OptionError when it is something else."""
+        if options is not None and not isinstance(options, cls):
+            raise OptionError(f"Options are a tf_stitch.Options, not a {type(options).__name__}: write "
+                              "tf_stitch.Options(min_ops=3), for example.")
+        return options or cls()
 
     @property
     def on_gpu(self) -> bool:

@@ -65,10 +65,15 @@ class GraphReport:
 
 @dataclass
 class Report:
-    """What a rewrite did.  ``errors`` holds the worst error per output after a verification."""
+    """What a rewrite did.
+
+    ``errors`` holds the worst error per output after a verification; ``notes`` are sentences on what a user may not
+    expect.
+    """
 
     graphs: list[GraphReport] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def clusters(self) -> list[ClusterReport]:
@@ -131,12 +136,13 @@ class Report:
         """Adds another report's graphs and errors."""
         self.graphs.extend(other.graphs)
         self.errors.update(other.errors)
+        self.notes.extend(other.notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the derived numbers."""
         numbers = {k: getattr(self, k) for k in
                    ("ops_before", "ops_after", "kernels", "kernels_after", "stitched_ops", "coverage")}
-        return {**numbers, "errors": self.errors, "graphs": [asdict(g) for g in self.graphs]}
+        return {**numbers, "errors": self.errors, "notes": self.notes, "graphs": [asdict(g) for g in self.graphs]}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -159,6 +165,8 @@ class Report:
         if not console.is_terminal:
             console.width = 160  # a file has no width
         console.print(self.summary())
+        for note in self.notes:
+            console.print(note)
         for table in self._tables(limit):
             if table.row_count:
                 console.print(table)

@@ -52,8 +52,12 @@ def rewrite_saved_model(src: str | os.PathLike[str], dst: str | os.PathLike[str]
       VerifyError: an output differs by more than the tolerance; ``dst`` is then not written.
       OptionError: an option or the sample inputs cannot be used.
     """
+    from .graph.devices import gpu_target
+
     source, goal = Path(src), Path(dst)
-    options = replace(options or Options(), target=target) if target != "auto" else options or Options()
+    options = Options.of(options)
+    if target != "auto":
+        options = replace(options, target=target)
     model = read(source)
     _check_goal(source, goal, overwrite)
     samples = load_inputs(inputs)
@@ -61,17 +65,28 @@ def rewrite_saved_model(src: str | os.PathLike[str], dst: str | os.PathLike[str]
     with _written(model, source, goal, overwrite) as folder:
         if verify:
             report.errors.update(compare(source, folder, samples, progress))
+            if options.on_gpu and gpu_target() is None:
+                report.notes.append("Verified on the CPU, where the original operations run: there is no GPU here to "
+                                    "run the stitched kernels on.")
         if warmup:
             from .warmup import write
 
             write(folder, samples)
+    if not report.clusters:
+        report.notes.append(_nothing_stitched(report))
     return report
+
+
+def _nothing_stitched(report: Report) -> str:
+    """Says so, with the most frequent reason."""
+    reasons = [why for why, *_ in report.reasons()] or [why for _, why in report.untouched()]
+    return f"Nothing was stitched: {reasons[0] if reasons else 'the model holds no op to stitch.'}"
 
 
 def explain_saved_model(src: str | os.PathLike[str], options: Options | None = None,
                         progress: Progress | None = None) -> Report:
     """What :func:`rewrite_saved_model` would do; nothing is written."""
-    return rewrite_model(read(Path(src)), options or Options(), progress)
+    return rewrite_model(read(Path(src)), Options.of(options), progress)
 
 
 # --- reading -----------------------------------------------------------------------------------------

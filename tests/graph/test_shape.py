@@ -37,6 +37,7 @@ def test_computed_shapes():
         batches(lambda x: tf.tile(x[:, None], [1, tf.shape(x)[1] - 1, 1]), (3,)),
         batches(lambda x: tf.broadcast_to(tf.range(tf.shape(x)[0])[:, None], [tf.shape(x)[0], 4]), (3,)),
         batches(lambda x: tf.range(tf.shape(x)[0] // 2 + 1), (3,)),
+        batches(lambda x: tf.zeros([tf.size(x)[...]]), (3,)),  # a StridedSlice of a scalar
         batches(lambda x: tf.reduce_sum(x) / tf.cast(tf.maximum(tf.size(x), 1), tf.float32), (3,)),
         batches(lambda x: tf.fill(tf.concat([tf.shape(x)[:1], [2]], 0), 1.5), (3,)),
         batches(lambda x: tf.expand_dims(x, 1) * tf.ones(tf.stack([1, tf.shape(x)[1], 1])), (3,)),

@@ -477,3 +477,12 @@ def test_dead_code_of_functions_goes():
     assert report.coverage == 1.0
     with pytest.raises(tf.errors.InvalidArgumentError):
         run(out, ["y:0"], {"x:0": normal(3, 8) + 200})
+
+
+def test_a_reference_to_nothing_leaves_the_graph_as_it_was(monkeypatch):
+    gd = build(lambda: tf.strings.as_string(tf.tanh(tf.compat.v1.placeholder(tf.float32, (4,), name="x")) * 2 + 1))
+    assert rewrite(gd, native(min_ops=1))[1].clusters
+    monkeypatch.setattr(rewriter._Edit, "node", lambda self, node: node)  # forgets that inputs have moved
+    out, report = rewrite(gd, native(min_ops=1))
+    assert out == gd and not report.clusters
+    assert "which the rewritten graph does not hold" in report.untouched()[0][1]

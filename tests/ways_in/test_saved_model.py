@@ -334,3 +334,31 @@ def test_importing_is_cheap_and_names_are_there():
     assert all(hasattr(tf_stitch, name) for name in tf_stitch.__all__)
     with pytest.raises(AttributeError):
         tf_stitch.nothing  # noqa: B018
+
+
+def test_nothing_stitched_is_said(source, tmp_path, capsys):
+    assert cli.main(["rewrite", str(source), str(tmp_path / "out"), "--native", "--no-verify", "-q",
+                     "--min-ops", "1000"]) == 0
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err.startswith("tf-stitch: Nothing was stitched: ") and captured.err.count("\n") == 1
+
+
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="the kernels run on a GPU")
+def test_a_gpu_model_verified_without_a_gpu_says_so(source, tmp_path):
+    report = tf_stitch.rewrite_saved_model(source, tmp_path / "out", target="cuda:sm_90")
+    assert report.clusters and "no GPU here" in " ".join(report.notes) and report.to_dict()["notes"] == report.notes
+
+
+@pytest.mark.parametrize("options, says", [
+    (lambda: tf_stitch.Options(min_ops=-1), "at least 1"),
+    (lambda: tf_stitch.Options(min_ops=True), "must be an integer"),
+    (lambda: tf_stitch.Options(shared_bytes=-5), "at least 0"),
+    (lambda: tf_stitch.Options(skip_ops="Tanh"), "takes a tuple of strings"),
+    (lambda: tf_stitch.enable(options={"min_ops": 3}), "not a dict"),
+    (lambda: tf_stitch.enable({"min_ops": 3}), "not a dict"),
+])
+def test_options_that_cannot_be(options, says):
+    with pytest.raises(tf_stitch.OptionError, match=says):
+        options()
+    assert not tf_stitch.is_enabled()

@@ -53,7 +53,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
 
     What cannot be stitched stays as it is, with the reason in the report.  Threads may rewrite at the same time.
     """
-    options, keep_in = options or Options(), keep_in or {}
+    options, keep_in = Options.of(options), keep_in or {}
     out = graph_pb2.GraphDef()
     out.CopyFrom(graph_def)
     places = [_place("", graph_def, None, options, keep_ends=keep_ends, keep=options.keep)]
@@ -70,11 +70,28 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
     _compile(places, progress)
     functions_out = {f.signature.name: f for f in out.library.function}
     for place in places:
-        for fallback in place.splice(functions_out.get(place.name, out)):
+        try:
+            fallbacks = place.splice(functions_out.get(place.name, out))
+        except Exception as e:  # nothing was replaced yet
+            place._give_up(_sentence(e))
+            continue
+        for fallback in fallbacks:
             if fallback.signature.name not in functions_out:
                 out.library.function.append(fallback)
                 functions_out[fallback.signature.name] = out.library.function[-1]
     return out, Report([p.report() for p in places if p.why_untouched != _IS_FALLBACK])
+
+
+def _check_whole(nodes: Iterable[node_def_pb2.NodeDef], source: graph_pb2.GraphDef | function_pb2.FunctionDef) -> None:
+    """Raises when a node of a rewritten graph reads what is no longer there: the graph then stays as it was."""
+    nodes = list(nodes)
+    there = {n.name for n in nodes}
+    if isinstance(source, function_pb2.FunctionDef):
+        there.update(a.name for a in source.signature.input_arg)
+    for n in nodes:
+        gone = next((i for i in n.input if i.lstrip("^").split(":")[0] not in there), None)
+        if gone is not None:
+            raise StitchError(f"Node '{n.name}' would read '{gone}', which the rewritten graph does not hold.")
 
 
 def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
@@ -259,6 +276,7 @@ class _Place:
                 result.append(edit.stand_in(node.name))
             elif node.name not in self.found.removed:
                 result.append(edit.node(node))
+        _check_whole(result, self.source)
         nodes = _nodes_of(target)
         del nodes[:]
         nodes.extend(result)
