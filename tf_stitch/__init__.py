@@ -4,6 +4,7 @@
     tf_stitch.enable(), disable()       # every tf.function of the process, Keras fit and predict included
     tf_stitch.rewrite_saved_model(src, dst)
     tf_stitch.rewrite_graph_def(graph_def)
+    tf_stitch.StitchSession()           # serves several models to concurrent requests
 
 Importing tf_stitch is cheap: TensorFlow is imported when something needs it.  Once both are imported, in either
 order, rewritten SavedModels load with ``tf.saved_model.load``.
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .runtime import LibraryError
     from .saved_model import load as load_saved_model
     from .saved_model import rewrite_saved_model
+    from .serving import StitchSession
 
 __version__ = "0.1.0"
 
@@ -31,14 +33,14 @@ _HOME = {
     "function": "hook", "enable": "hook", "disable": "hook", "is_enabled": "hook", "reports": "hook",
     "rewrite_graph_def": "api", "load_library": "api",
     "rewrite_saved_model": "saved_model", "load_saved_model": "saved_model",
-    "Options": "options", "Report": "report",
+    "StitchSession": "serving", "Options": "options", "Report": "report",
     "StitchError": "errors", "OptionError": "errors", "CompileError": "errors", "SavedModelError": "errors",
     "VerifyError": "errors", "LibraryError": "runtime",
 }
 
 __all__ = ["CompileError", "LibraryError", "OptionError", "Options", "Report", "SavedModelError", "StitchError",
-           "VerifyError", "disable", "enable", "function", "is_enabled", "load_library", "load_saved_model", "reports",
-           "rewrite_graph_def", "rewrite_saved_model"]
+           "StitchSession", "VerifyError", "disable", "enable", "function", "is_enabled", "load_library",
+           "load_saved_model", "reports", "rewrite_graph_def", "rewrite_saved_model"]
 
 
 def __getattr__(name: str) -> Any:

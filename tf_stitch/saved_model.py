@@ -356,7 +356,11 @@ class _Keeper:
     fn: Callable[..., Mapping[str, Any]]
 
     def __call__(self, **inputs: Any) -> dict[str, np.ndarray]:
-        return {name: value.numpy() for name, value in self.fn(**inputs).items() if hasattr(value, "numpy")}
+        return {name: _array(value.numpy()) for name, value in self.fn(**inputs).items() if hasattr(value, "numpy")}
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value, object if isinstance(value, bytes) else None)  # a single string comes as bytes
 
 
 def _runs(reference: Signature, mine: Signature, samples: Inputs

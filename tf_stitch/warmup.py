@@ -91,3 +91,73 @@ def _varint(value: int) -> bytes:
         out.append(value & 0x7F | 0x80)
         value >>= 7
     return bytes([*out, value])
+
+
+# --- reading -----------------------------------------------------------------------------------------
+
+def recorded(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(signature, inputs as arrays by name) of every warm-up request of a SavedModel; [] when it has none.
+
+    Raises SavedModelError when the file cannot be read.
+    """
+    import tensorflow as tf
+
+    from .errors import SavedModelError
+
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    try:
+        records = [bytes(r.numpy()) for r in tf.data.TFRecordDataset(os.fspath(path)).take(MOST)]
+        return [request for request in map(_request_of, records) if request is not None]
+    except (tf.errors.OpError, ValueError, IndexError, KeyError) as error:
+        raise SavedModelError(f"'{path}' cannot be read: {error}") from None
+
+
+def _request_of(record: bytes) -> tuple[str, dict[str, Any]] | None:
+    """The request of a PredictionLog; None when it is no PredictRequest."""
+    import tensorflow as tf
+    from tensorflow.core.framework import tensor_pb2
+
+    predict = _fields(record).get(_PREDICT_LOG)
+    if not predict:
+        return None
+    request = _fields(_fields(predict[0])[_REQUEST][0])
+    spec = _fields(request.get(_MODEL_SPEC, [b""])[0])
+    inputs = {}
+    for entry in map(_fields, request.get(_INPUTS, [])):
+        tensor = tf.make_ndarray(tensor_pb2.TensorProto.FromString(entry[_VALUE][0]))
+        inputs[entry[_KEY][0].decode()] = tensor
+    return spec.get(_SIGNATURE_NAME, [b"serving_default"])[0].decode(), inputs
+
+
+def _fields(data: bytes) -> dict[int, list[bytes]]:
+    """The length-delimited fields of a message by number; those of other kinds are skipped."""
+    out: dict[int, list[bytes]] = {}
+    at = 0
+    while at < len(data):
+        tag, at = _read_varint(data, at)
+        kind = tag & 7
+        if kind == 2:
+            size, at = _read_varint(data, at)
+            if at + size > len(data):
+                raise ValueError("a record ends too early")
+            out.setdefault(tag >> 3, []).append(data[at:at + size])
+            at += size
+        elif kind == 0:
+            _, at = _read_varint(data, at)
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        else:
+            raise ValueError("a record is no PredictionLog")
+    return out
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at

@@ -1,0 +1,85 @@
+"""Metrics: the values that Prometheus reads, and how they are served."""
+from __future__ import annotations
+
+import urllib.request
+
+import pytest
+import tensorflow as tf
+
+import tf_stitch
+from tf_stitch.errors import OptionError
+from tf_stitch.serving.metrics import SessionCollector, _of_scheduler
+from tf_stitch.serving.tally import BUCKETS, Tally
+
+from .support import NATIVE, rows, scaled
+
+prometheus = pytest.importorskip("prometheus_client")
+
+
+def test_values(session, gate):
+    registry = prometheus.CollectorRegistry()
+    registry.register(SessionCollector(session))
+    session.add("a", scaled(2.0), slo_ms=10_000)
+    session.add("slow", gate.function, slo_ms=1e-3, max_in_flight=1, warmup=False, verify=False, stitch=False)
+    for i in range(5):
+        session.run("a", rows(i))
+    futures = [session.submit("slow", rows(i)) for i in range(3)]
+    gate.arrived()
+
+    def value(name, **labels):
+        return registry.get_sample_value(name, labels)
+
+    assert value("tf_stitch_queue_depth", tenant="slow") == 2
+    assert value("tf_stitch_running", tenant="slow") == 1
+    assert value("tf_stitch_queue_depth", tenant="a") == 0
+    futures[2].cancel()
+    gate.open.set()
+    assert session.drain(10)
+    assert value("tf_stitch_requests_total", tenant="a", outcome="answered") == 5
+    assert value("tf_stitch_requests_total", tenant="slow", outcome="late") == 2
+    assert value("tf_stitch_requests_total", tenant="slow", outcome="cancelled") == 1
+    assert value("tf_stitch_slo_attainment_ratio", tenant="a") == 1
+    assert value("tf_stitch_slo_attainment_ratio", tenant="slow") == 0
+    assert value("tf_stitch_latency_seconds_count", tenant="a") == 5
+    assert value("tf_stitch_latency_seconds_bucket", tenant="a", le="5.0") == 5
+    assert value("tf_stitch_latency_seconds_bucket", tenant="slow", le="+Inf") == 2
+    assert 0 < value("tf_stitch_latency_seconds_sum", tenant="a") < 10
+    assert value("tf_stitch_queue_depth", tenant="slow") == 0
+
+
+def test_served_over_http():
+    with tf_stitch.StitchSession(coalesce=False, threads=1, metrics_port=0, options=NATIVE) as session:
+        session.add("a", scaled(2.0))
+        session.run("a", rows(0))
+        url = f"http://localhost:{session.metrics_port}/metrics"
+        text = urllib.request.urlopen(url).read().decode()
+        assert 'tf_stitch_requests_total{outcome="answered",tenant="a"} 1.0' in text
+        with pytest.raises(OptionError, match="cannot be served on port"):
+            tf_stitch.StitchSession(coalesce=False, threads=1, metrics_port=session.metrics_port)
+    with pytest.raises(OSError):
+        urllib.request.urlopen(url, timeout=1)
+
+
+def test_tally():
+    tally = Tally(0.01)
+    assert tally.attainment is None
+    tally.settle(0.01, None, False)      # due at 10 ms: in time, and in the bucket that ends there
+    tally.settle(0.0101, None, False)
+    tally.settle(9.0, None, False)
+    tally.settle(0.001, tf.errors.InvalidArgumentError(None, None, ""), False)
+    tally.settle(0.001, tf.errors.DeadlineExceededError(None, None, ""), False)
+    tally.settle(0.001, tf.errors.ResourceExhaustedError(None, None, ""), False)
+    tally.settle(0.001, None, True)
+    assert tally.outcomes == {"answered": 1, "late": 2, "failed": 1, "expired": 1, "cancelled": 1, "rejected": 1}
+    assert tally.attainment == 1 / 6
+    at = BUCKETS.index(0.01)
+    assert tally.buckets[at] == 1 and tally.buckets[at + 1] == 1 and tally.buckets[-1] == 1 and sum(tally.buckets) == 3
+
+
+def test_what_the_scheduler_says():
+    found = {m.name: m.samples for m in _of_scheduler({"devices": [
+        {"name": "GPU:0", "coalescing_factor": 4.5, "busy_share": 0.75, "held": 3}]})}
+    assert [(s.labels, s.value) for s in found["tf_stitch_coalescing_factor"]] == [({"device": "GPU:0"}, 4.5)]
+    assert [s.value for s in found["tf_stitch_gpu_busy_ratio"]] == [0.75]
+    assert [s.value for s in found["tf_stitch_scheduler_depth"]] == [3]
+    assert list(_of_scheduler({})) == []

@@ -1,0 +1,492 @@
+"""StitchSession: answers, versions, limits, ends."""
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from concurrent.futures import CancelledError, wait
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_stitch
+from tf_stitch import warmup
+from tf_stitch.errors import OptionError, SavedModelError
+from tf_stitch.serving.model import place
+
+from .support import NATIVE, WIDTH, check, rows, scaled, want
+
+
+def saved(function, folder):
+    module = tf.Module()
+    module.f = function
+    module.v = list(function.get_concrete_function().graph.variables)
+    tf.saved_model.save(module, str(folder), signatures=function)
+    return folder
+
+
+# --- answers ----------------------------------------------------------------------------------------
+
+def test_function(session):
+    session.add("a", scaled(2.0), slo_ms=1000)
+    x = rows(0, 3)
+    check(session.run("a", {"x": x}), 2.0, x)
+    check(session.run("a", x), 2.0, x)  # of a single input, the value itself
+    check(session.run("a", x.astype(np.float64).tolist()), 2.0, x)
+    check(session.submit("a", {"x": x}).result(10), 2.0, x)
+    assert session.stats()["tenants"]["a"]["answered"] == 4
+    assert session.signature("a") == {"x": tf.TensorSpec([None, WIDTH], tf.float32)}
+
+
+def test_what_is_served_is_stitched(session):
+    session.add("stitched", scaled(2.0))
+    session.add("plain", scaled(2.0), stitch=False)
+    ops = [{n.op for f in session.v1(name).graph.as_graph_def().library.function for n in f.node_def}
+           for name in ("stitched", "plain")]
+    assert "StitchedProgram" in ops[0]
+    assert "StitchedProgram" not in ops[1]
+    x = rows(1, 5)
+    np.testing.assert_allclose(session.run("stitched", x)["y"], session.run("plain", x)["y"], rtol=1e-5, atol=1e-6)
+
+
+def test_saved_model_is_stitched_once(session, tmp_path, monkeypatch):
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / "cache"))
+    folder = saved(scaled(3.0), tmp_path / "model")
+    session.add("a", folder)
+    copies = list((tmp_path / "cache" / "models").iterdir())
+    session.add("b", str(folder))
+    assert list((tmp_path / "cache" / "models").iterdir()) == copies and len(copies) == 1
+    tf_stitch.rewrite_saved_model(folder, tmp_path / "rewritten", options=NATIVE)
+    session.add("c", tmp_path / "rewritten")
+    assert len(list((tmp_path / "cache" / "models").iterdir())) == 1
+    for name in "abc":
+        check(session.run(name, rows(2)), 3.0, rows(2))
+
+
+def test_several_inputs_types_and_signatures(session, tmp_path):
+    class Model(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32, name="x"),
+                                      tf.TensorSpec([None], tf.int32, name="k"),
+                                      tf.TensorSpec([], tf.string, name="word")])
+        def mix(self, x, k, word):
+            return {"sum": tf.reduce_sum(tf.tanh(x) * 2.0, 1) + tf.cast(k, tf.float32), "word": word + "!"}
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.bfloat16, name="h")])
+        def half(self, h):
+            return {"h": tf.cast(h, tf.float32) * 2.0 + 1.0}
+
+    module = Model()
+    tf.saved_model.save(module, str(tmp_path / "m"), signatures={"mix": module.mix, "half": module.half})
+    session.add("m", tmp_path / "m", signature="mix")
+    answer = session.run("m", {"x": np.ones((2, 2)), "k": [1, 2], "word": "hi"})
+    np.testing.assert_allclose(answer["sum"], 4 * np.tanh(1.0) + np.array([1, 2]), rtol=1e-6)
+    assert answer["word"] == b"hi!"
+    np.testing.assert_allclose(session.run("m", np.array([1.5], np.float32), signature="half")["h"], [4.0])
+    with pytest.raises(OptionError, match="takes 'k', 'word', 'x', and was given x"):
+        session.run("m", {"x": np.ones((2, 2), np.float32)})
+    with pytest.raises(OptionError, match=r"shape \[2, 3\].*\[\?, 2\]"):
+        session.run("m", {"x": np.ones((2, 3)), "k": [1], "word": "a"})
+    with pytest.raises(OptionError, match="'k' is of float64, and the signature takes int32"):
+        session.run("m", {"x": np.ones((1, 2)), "k": [1.5], "word": "a"})
+    with pytest.raises(OptionError, match="values that int32 cannot"):
+        session.run("m", {"x": np.ones((1, 2)), "k": [2**40], "word": "a"})
+    with pytest.raises(OptionError, match="no signature 'other'; it has half, mix"):
+        session.run("m", {}, signature="other")
+
+
+def test_many_threads_and_tenants(session):
+    factors = {"a": 1.0, "b": 2.0, "c": 3.0}
+    for name, factor in factors.items():
+        session.add(name, scaled(factor), verify=False)
+    failures = []
+
+    def client(seed):
+        rng = np.random.default_rng(seed)
+        for i in range(40):
+            name, x = "abc"[rng.integers(3)], rows(seed * 1000 + i, int(rng.integers(1, 5)))
+            try:
+                check(session.run(name, x), factors[name], x)
+            except AssertionError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures
+    counts = session.stats()["tenants"]
+    assert sum(c["answered"] for c in counts.values()) == sum(c["submitted"] for c in counts.values()) == 320
+    assert session.stats()["outstanding"] == 0
+
+
+def test_asyncio(session):
+    session.add("a", scaled(2.0))
+
+    async def client():
+        xs = [rows(i) for i in range(30)]
+        return xs, await asyncio.gather(*(session.arun("a", {"x": x}) for x in xs))
+
+    for x, answer in zip(*asyncio.run(client())):
+        check(answer, 2.0, x)
+
+
+def test_cancelling_an_await_cancels_the_request(session, gate):
+    session.add("slow", gate.function, warmup=False, verify=False, stitch=False)
+
+    async def client():
+        task = asyncio.ensure_future(session.arun("slow", rows(0)))
+        await asyncio.to_thread(gate.arrived)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(client())
+    gate.open.set()
+    assert session.drain(10)
+    assert session.stats()["tenants"]["slow"]["cancelled"] == 1
+
+
+def test_v1_face(session):
+    session.add("a", scaled(2.0))
+    face, x = session.v1("a"), rows(3, 2)
+    endpoint = session._tenants["a"].model.endpoint()
+    fetch, feed = endpoint._fetches[0], endpoint.inputs[0].tensor
+    np.testing.assert_allclose(face.run(fetch, {feed: x}), want(2.0, x), rtol=1e-5, atol=1e-6)
+    tensor, place_ = face.graph.get_tensor_by_name(fetch), face.graph.get_tensor_by_name(feed)
+    found = face.run({"y": tensor, "again": [tensor]}, feed_dict={place_: x})
+    np.testing.assert_allclose(found["again"][0], want(2.0, x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(session.run([tensor], {place_: x})[0], want(2.0, x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(session.run(tensor, feed_dict={place_: x}), want(2.0, x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(face.make_callable(tensor, [place_])(x), want(2.0, x), rtol=1e-5, atol=1e-6)
+    session.swap("a", scaled(5.0))
+    np.testing.assert_allclose(face.run(tensor, {place_: x}), want(5.0, x), rtol=1e-5, atol=1e-6)  # the new version
+    with pytest.raises(OptionError, match="tensors of a tenant's graph"):
+        session.run(tf.Graph())
+
+
+# --- versions ---------------------------------------------------------------------------------------
+
+def test_swap_under_load(session):
+    session.add("a", scaled(1.0))
+    stop, bad, seen = threading.Event(), [], set()
+
+    def client(seed):
+        x = rows(seed)
+        while not stop.is_set():
+            y = session.run("a", x)["y"]
+            fits = [f for f in (1.0, 2.0, 3.0) if np.allclose(y, want(f, x), rtol=1e-5, atol=1e-6)]
+            seen.update(fits)
+            if len(fits) != 1:
+                bad.append(y)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    versions = [session.version("a")]
+    for factor in (2.0, 3.0):
+        session.swap("a", scaled(factor))
+        versions.append(session.version("a"))
+        check(session.run("a", rows(9)), factor, rows(9))  # what is submitted after swap() runs the new version
+    stop.set()
+    for t in threads:
+        t.join()
+    assert not bad and seen == {1.0, 2.0, 3.0} and len(set(versions)) == 3
+
+
+def test_requests_end_on_the_version_they_came_for(session, gate):
+    session.add("a", gate.function, warmup=False, verify=False, stitch=False, max_in_flight=1)
+    old = session._tenants["a"].model
+    x = rows(4)
+    running = session.submit("a", x)
+    gate.arrived()
+    waiting = session.submit("a", x)
+    session.swap("a", scaled(2.0))
+    newer = session.submit("a", x)
+    assert old.outstanding == 2 and not running.done()
+    gate.open.set()
+    for future in (running, waiting):
+        np.testing.assert_allclose(future.result(10)["y"], x * 2 + 1, rtol=1e-6)
+    check(newer.result(10), 2.0, x)
+    assert session.drain(10)
+    with pytest.raises(RuntimeError, match="closed"):
+        old.session.run([])  # given back once its last request was answered
+
+
+def test_failed_swap_leaves_the_old_version(session, tmp_path):
+    session.add("a", scaled(2.0))
+    with pytest.raises(SavedModelError, match="does not exist"):
+        session.swap("a", tmp_path / "none")
+    with pytest.raises(OptionError, match="no types"):
+        session.swap("a", lambda x: x + 1)
+    check(session.run("a", rows(5)), 2.0, rows(5))
+    assert session.version("a") == session.stats()["tenants"]["a"]["version"]
+
+
+def test_function_with_given_signature(session):
+    session.add("f", lambda x, n: (tf.tanh(x) * 2.0 + 1.0, x * n), input_signature=[
+        tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.float32)])
+    answer = session.run("f", {"x": [[0.0, 1.0]], "n": 3})
+    np.testing.assert_allclose(answer["output_0"], [[1.0, np.tanh(1.0) * 2 + 1]], rtol=1e-6)
+    np.testing.assert_allclose(answer["output_1"], [[0.0, 3.0]])
+
+
+def test_remove(session, gate):
+    session.add("a", gate.function, warmup=False, verify=False, stitch=False)
+    future = session.submit("a", rows(0))
+    gate.arrived()
+    assert session.remove("a", timeout_s=0.01) is False
+    with pytest.raises(OptionError, match="no tenant 'a'; there are none"):
+        session.submit("a", rows(0))
+    gate.open.set()
+    np.testing.assert_allclose(future.result(10)["y"], rows(0) * 2 + 1, rtol=1e-6)
+    session.add("a", scaled(3.0))  # the name is free again
+    check(session.run("a", rows(0)), 3.0, rows(0))
+    assert session.remove("a") is True
+    assert session.tenants == []
+
+
+# --- warm-up ----------------------------------------------------------------------------------------
+
+def test_recorded_warmup_requests(session, tmp_path):
+    folder = saved(scaled(2.0), tmp_path / "m")
+    tf_stitch.rewrite_saved_model(folder, tmp_path / "s", options=NATIVE, warmup=True)
+    found = warmup.recorded(tmp_path / "s")
+    assert [(name, {k: v.shape for k, v in inputs.items()}) for name, inputs in found] == [
+        ("serving_default", {"x": (b, WIDTH)}) for b in (1, 3, 17)]
+    assert all(inputs["x"].dtype == np.float32 for _, inputs in found)
+    ran = tf_stitch.runtime.counters().stitched
+    session.add("a", tmp_path / "s")
+    assert tf_stitch.runtime.counters().stitched - ran == 9
+    assert warmup.recorded(folder) == []
+
+
+def test_damaged_warmup_requests(tmp_path):
+    path = tmp_path / warmup.FILE
+    path.parent.mkdir()
+    for record in (b"\x32\x7f", b"\x0f", b"\x32\x02\x0a\xff"):
+        with tf.io.TFRecordWriter(str(path)) as out:
+            out.write(record)
+        with pytest.raises(SavedModelError, match="cannot be read"):
+            warmup.recorded(tmp_path)
+    path.write_bytes(b"no record" * 20)
+    with pytest.raises(SavedModelError, match="cannot be read"):
+        warmup.recorded(tmp_path)
+
+
+def test_given_warmup_and_none(session):
+    ran = tf_stitch.runtime.counters().stitched
+    session.add("a", scaled(2.0), warmup=[{"x": rows(0, 2)}, rows(1)], verify=False)
+    assert tf_stitch.runtime.counters().stitched - ran == 6
+    session.add("b", scaled(2.0), warmup=False, verify=False)
+    assert tf_stitch.runtime.counters().stitched - ran == 6
+    with pytest.raises(OptionError, match="shape"):
+        session.add("c", scaled(2.0), warmup=[np.ones((1, WIDTH + 1))])
+    assert session.tenants == ["a", "b"]
+
+
+# --- errors, limits, order --------------------------------------------------------------------------
+
+def test_errors_fail_only_their_request(session):
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32, name="i")])
+    def take(i):
+        return {"y": tf.tanh(tf.gather(tf.constant([1.0, 2.0, 3.0]), i, name="take")) * 2.0}
+
+    session.add("take", take)
+    session.add("a", scaled(2.0))
+    futures = [session.submit("take", np.array([i % 4], np.int32)) for i in range(40)]
+    others = [session.submit("a", rows(i)) for i in range(40)]
+    for i, future in enumerate(futures):
+        if i % 4 == 3:
+            with pytest.raises(tf.errors.InvalidArgumentError, match="take"):
+                future.result(10)
+        else:
+            np.testing.assert_allclose(future.result(10)["y"], [np.tanh(i % 4 + 1.0) * 2], rtol=1e-5)
+    for i, future in enumerate(others):
+        check(future.result(10), 2.0, rows(i))
+    counts = session.stats()["tenants"]
+    assert (counts["take"]["failed"], counts["take"]["answered"], counts["a"]["failed"]) == (10, 30, 0)
+
+
+def test_full_queue_rejects(session, gate):
+    session.add("a", gate.function, warmup=False, verify=False, stitch=False, max_queue=3)
+    futures = [session.submit("a", rows(i)) for i in range(3)]
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="'a' has 3 requests without an answer"):
+        session.submit("a", rows(9))
+    gate.open.set()
+    for i, future in enumerate(futures):
+        np.testing.assert_allclose(future.result(10)["y"], rows(i) * 2 + 1, rtol=1e-6)
+    counts = session.stats()["tenants"]["a"]
+    assert (counts["rejected"], counts["submitted"], counts["answered"]) == (1, 3, 3)
+    session.run("a", rows(0))  # there is room again
+
+
+def test_timeouts(session, gate):
+    session.add("a", gate.function, warmup=False, verify=False, stitch=False, max_in_flight=1, slo_ms=5)
+    running = session.submit("a", rows(0))
+    gate.arrived()
+    waiting = session.submit("a", rows(1), timeout_ms=5)
+    time.sleep(0.02)
+    gate.open.set()
+    running.result(10)
+    with pytest.raises(tf.errors.DeadlineExceededError, match="over before it ran"):
+        waiting.result(10)
+    assert session.run("a", rows(0), timeout_ms=5000)["y"].shape == (1, WIDTH)
+    counts = session.stats()["tenants"]["a"]
+    assert counts["expired"] == 1 and counts["late"] >= 1  # the first one took longer than its SLO
+
+
+def test_cancellation(session, gate):
+    session.add("a", gate.function, warmup=False, verify=False, stitch=False, max_in_flight=1)
+    running, waiting, kept = (session.submit("a", rows(i)) for i in range(3))
+    gate.arrived()
+    assert running.cancel() and waiting.cancel()
+    with pytest.raises(CancelledError):
+        running.result(1)
+    gate.open.set()
+    np.testing.assert_allclose(kept.result(10)["y"], rows(2) * 2 + 1, rtol=1e-6)
+    assert not kept.cancel()  # too late
+    assert session.drain(10)
+    counts = session.stats()["tenants"]["a"]
+    assert (counts["cancelled"], counts["answered"], counts["outstanding"]) == (2, 1, 0)
+    assert not gate.entered.acquire(blocking=False) or not gate.entered.acquire(blocking=False)  # one did not run
+
+
+def test_best_effort_gives_way(gate):
+    with tf_stitch.StitchSession(coalesce=False, threads=3, reserve=1, options=NATIVE) as session:
+        session.add("batch", gate.function, priority="best_effort", warmup=False, verify=False, stitch=False)
+        session.add("a", scaled(2.0), slo_ms=100)
+        slow = [session.submit("batch", rows(i)) for i in range(6)]
+        gate.arrived()
+        gate.arrived()
+        check(session.run("a", rows(0)), 2.0, rows(0))  # on the thread that best effort left free
+        assert session.stats()["running"] == 2 and not any(f.done() for f in slow)
+        gate.open.set()
+        wait(slow, 10)
+        assert all(f.done() for f in slow)
+
+
+def test_earliest_deadline_first(gate):
+    with tf_stitch.StitchSession(coalesce=False, threads=1, reserve=0) as session:
+        session.add("block", gate.function, warmup=False, verify=False, stitch=False)
+        for name, slo in (("late", None), ("soon", 50), ("later", 500)):
+            session.add(name, scaled(2.0), slo_ms=slo, verify=False, stitch=False)
+        session.submit("block", rows(0))
+        gate.arrived()
+        order = []
+        futures = []
+        for name in ("late", "later", "soon"):
+            future = session.submit(name, rows(1))
+            future.add_done_callback(lambda _, name=name: order.append(name))
+            futures.append(future)
+        gate.open.set()
+        wait(futures, 10)
+        assert order == ["soon", "later", "late"]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"slo_ms": 0}, "'slo_ms' is 0"), ({"priority": "low"}, "'low' is not known"), ({"weight": -1}, "'weight'"),
+    ({"max_queue": 0}, "'max_queue'"), ({"max_in_flight": 0}, "'max_in_flight'")])
+def test_options(session, options, message):
+    with pytest.raises(OptionError, match=message):
+        session.add("a", scaled(2.0), **options)
+    assert session.tenants == []
+
+
+def test_bad_models(session, tmp_path):
+    with pytest.raises(SavedModelError, match="does not exist"):
+        session.add("a", tmp_path / "none")
+    with pytest.raises(OptionError, match="folder or a function, not a int"):
+        session.add("a", 3)
+    with pytest.raises(OptionError, match="no signature 'b'; it has serving_default"):
+        session.add("a", scaled(1.0), signature="b")
+    session.add("a", scaled(1.0))
+    with pytest.raises(OptionError, match="'a' is there already; swap"):
+        session.add("a", scaled(1.0))
+    with pytest.raises(OptionError, match="at least one thread"):
+        tf_stitch.StitchSession(threads=0)
+
+
+# --- ends -------------------------------------------------------------------------------------------
+
+def test_drain_and_resume(session, gate):
+    session.add("a", gate.function, warmup=False, verify=False, stitch=False)
+    future = session.submit("a", rows(0))
+    gate.arrived()
+    assert session.drain(0.01) is False
+    with pytest.raises(tf.errors.UnavailableError, match="draining or closed"):
+        session.submit("a", rows(1))
+    gate.open.set()
+    assert session.drain(10) is True
+    assert future.done()
+    session.resume()
+    assert session.run("a", rows(1))["y"].shape == (1, WIDTH)
+
+
+def test_close_answers_what_it_took():
+    session = tf_stitch.StitchSession(coalesce=False, threads=2, reserve=0, options=NATIVE)
+    session.add("a", scaled(2.0))
+    futures = [session.submit("a", rows(i)) for i in range(50)]
+    threads = threading.active_count()
+    assert session.close() is True
+    for i, future in enumerate(futures):
+        check(future.result(0), 2.0, rows(i))
+    assert threading.active_count() == threads - 2
+    with pytest.raises(tf.errors.UnavailableError, match="closed"):
+        session.run("a", rows(0))
+    with pytest.raises(tf.errors.UnavailableError, match="closed"):
+        session.add("b", scaled(1.0))
+    assert session.close() is True  # again does nothing
+
+
+def test_close_cancels_what_waits_too_long(gate):
+    session = tf_stitch.StitchSession(coalesce=False, threads=1, reserve=0)
+    session.add("a", gate.function, warmup=False, verify=False, stitch=False)
+    running, waiting = session.submit("a", rows(0)), session.submit("a", rows(1))
+    gate.arrived()
+    threading.Timer(0.3, gate.open.set).start()
+    assert session.close(timeout_s=0.01) is False
+    assert waiting.cancelled()
+    assert running.done()
+
+
+def test_dropped_session_gives_back_its_threads():
+    before = threading.active_count()
+    session = tf_stitch.StitchSession(coalesce=False, threads=3)
+    folder = session._folder
+    assert folder.is_dir() and threading.active_count() == before + 3
+    del session
+    gc.collect()
+    assert threading.active_count() == before and not folder.exists()
+
+
+# --- devices ----------------------------------------------------------------------------------------
+
+def test_device(session):
+    session.add("a", scaled(2.0), device="CPU:0")
+    graph_def = session.v1("a").graph.as_graph_def()
+    fallbacks = [f for f in graph_def.library.function if f.signature.name.startswith("tf_stitch_fallback_")]
+    inner = [n for f in graph_def.library.function if f not in fallbacks for n in f.node_def]
+    assert inner and all("CPU" in n.device for n in inner)
+    assert fallbacks and not any(n.device for f in fallbacks for n in f.node_def)
+    check(session.run("a", rows(0)), 2.0, rows(0))
+
+
+def test_place_keeps_devices():
+    graph = tf.Graph()
+    with graph.as_default():
+        with tf.device("/CPU:0"):
+            tf.constant(1.0, name="pinned")
+        tf.constant(1.0, name="free")
+    graph_def = graph.as_graph_def()
+    place(graph_def, "GPU:1")
+    assert [(n.name, n.device) for n in graph_def.node] == [("pinned", "/device:CPU:0"), ("free", "/device:GPU:1")]
+
+
+def test_tenants_are_spread_over_gpus(session, monkeypatch):
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["a", "b"])
+    assert [session._next_device() for _ in range(3)] == ["GPU:0", "GPU:1", "GPU:0"]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["a"])
+    assert session._next_device() == ""

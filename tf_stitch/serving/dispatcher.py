@@ -1,0 +1,305 @@
+"""Requests to threads: a bounded pool that takes the most urgent request of a tenant that may still run one.
+
+The graph runs outside of Python's lock, so a thread costs Python only what it takes to hand a request over and to
+settle its answer.  What shares the GPU, and with whom, is the scheduler's affair in the op library; here only the order
+is kept in which requests reach it, and how many of each tenant do.
+"""
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import tensorflow as tf
+
+from .model import Endpoint, ServedModel
+from .tally import Tally
+
+NO_SLO_S = 1.0  # how urgent requests without a deadline are, to order them with others
+now = time.perf_counter
+
+
+class Request:
+    """A request on its way: bound to the version of the model that it came for."""
+
+    __slots__ = ("arrays", "deadline", "endpoint", "expires", "future", "model", "submitted", "tenant")
+
+    def __init__(self, tenant: Tenant, model: ServedModel, endpoint: Endpoint, arrays: list[Any],
+                 timeout_s: float | None) -> None:
+        self.tenant, self.model, self.endpoint, self.arrays = tenant, model, endpoint, arrays
+        self.future: Future[dict[str, Any]] = Future()
+        self.submitted = now()
+        self.expires = self.submitted + timeout_s if timeout_s is not None else math.inf
+        self.deadline = min(self.submitted + tenant.due_s, self.expires)
+
+
+class Tenant:
+    """Whom requests are of: what they are due, what they may use, and what became of them.
+
+    Attributes:
+      slo_s: seconds within which an answer is due (None: no promise).
+      best_effort: gives way to the others.
+      max_in_flight: requests of it that run at once.
+      max_queue: requests of it that are taken and have no answer yet, beyond which further ones are rejected.
+      model: the version that new requests go to.
+    """
+
+    def __init__(self, name: str, model: ServedModel, *, slo_s: float | None, best_effort: bool, max_in_flight: int,
+                 max_queue: int) -> None:
+        self.name, self.model = name, model
+        self.slo_s, self.best_effort = slo_s, best_effort
+        self.due_s = NO_SLO_S if slo_s is None else slo_s
+        self.max_in_flight, self.max_queue = max_in_flight, max_queue
+        self.tally = Tally(slo_s)
+        self.waiting: deque[Request] = deque()  # beyond max_in_flight
+        self.active = 0       # ready or running
+        self.running = 0
+        self.outstanding = 0  # taken and not settled
+        self.removed = False
+
+
+class Dispatcher:
+    """The pool.  ``threads`` at most; best-effort requests leave ``reserve`` of them free for the others."""
+
+    def __init__(self, threads: int, reserve: int) -> None:
+        self.threads, self.best_effort_limit = threads, max(1, threads - reserve)
+        self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)
+        self._ready: tuple[list[Any], list[Any]] = ([], [])  # heaps: those with a deadline to keep, best effort
+        self._order = itertools.count()
+        self._wake: SimpleQueue[bool] = SimpleQueue()  # True: look for a request; False: end
+        self._idle = 0
+        self._best_effort_running = 0
+        self._outstanding = 0
+        self._waiters = 0
+        self._accepts = True
+        self._closed = False
+        self._workers = [threading.Thread(target=self._work, name=f"tf_stitch_{i}", daemon=True)
+                         for i in range(threads)]
+        for worker in self._workers:
+            worker.start()
+
+    # --- taking requests ----------------------------------------------------------------------------
+
+    def submit(self, tenant: Tenant, endpoint_name: str | None, inputs: Any, timeout_s: float | None) -> Request:
+        """Takes a request; its future gets the answer.
+
+        Raises OptionError when the inputs do not fit, UnavailableError when no requests are taken,
+        ResourceExhaustedError when the tenant has too many.
+        """
+        model = tenant.model
+        endpoint = model.endpoint(endpoint_name)
+        request = Request(tenant, model, endpoint, endpoint.bind(inputs), timeout_s)
+        with self._lock:
+            while tenant.model is not request.model:  # swapped meanwhile
+                request.model, request.endpoint = tenant.model, tenant.model.endpoint(endpoint_name)
+                request.arrays = request.endpoint.bind(inputs)
+            self._admit(tenant)
+            request.model.outstanding += 1
+            tenant.tally.submitted += 1
+            if tenant.active < tenant.max_in_flight:
+                tenant.active += 1
+                self._make_ready(request)
+                self._wake_one()
+            else:
+                tenant.waiting.append(request)
+        return request
+
+    def _admit(self, tenant: Tenant) -> None:
+        if not self._accepts or tenant.removed:
+            gone = f"tenant '{tenant.name}' was removed" if tenant.removed else "the session is draining or closed"
+            raise tf.errors.UnavailableError(None, None, f"The request was not taken: {gone}.")
+        if tenant.outstanding >= tenant.max_queue:
+            tenant.tally.count("rejected")
+            raise tf.errors.ResourceExhaustedError(
+                None, None, f"The request was not taken: tenant '{tenant.name}' has {tenant.outstanding} requests "
+                "without an answer, and max_queue allows no more.")
+        tenant.outstanding += 1
+        self._outstanding += 1
+
+    def _make_ready(self, request: Request) -> None:
+        heapq.heappush(self._ready[request.tenant.best_effort], (request.deadline, next(self._order), request))
+
+    def _wake_one(self) -> None:
+        if self._idle:
+            self._idle -= 1
+            self._wake.put(True)
+
+    # --- running them -------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        request, _ = self._next(None)
+        while request is not None or self._wake.get():
+            if request is not None:
+                self._answer(request)
+            request, closing = self._next(request)
+            if closing is not None:
+                closing.close()
+
+    def _answer(self, request: Request) -> None:
+        value, error = self._run(request)
+        latency_s = now() - request.submitted
+        with self._lock:
+            request.tenant.tally.settle(latency_s, error, request.future.cancelled())
+        if not request.future.set_running_or_notify_cancel():
+            return  # whoever cancelled it gets no answer
+        if error is not None:
+            request.future.set_exception(error)
+        else:
+            request.future.set_result(value)
+
+    def _run(self, request: Request) -> tuple[Any, BaseException | None]:
+        if request.future.cancelled():
+            return None, None
+        left = request.expires - now()
+        if left <= 0:
+            return None, tf.errors.DeadlineExceededError(None, None, "The request's time was over before it ran.")
+        try:
+            timeout_ms = 0 if left == math.inf else max(1, math.ceil(left * 1e3))
+            return request.endpoint(request.arrays, timeout_ms), None
+        except Exception as error:
+            return None, error
+
+    def _next(self, done: Request | None) -> tuple[Request | None, ServedModel | None]:
+        """Books what is done, and picks what this thread does next (None: nothing may run now).
+
+        Also gives the model to close, when that was the last request of a retired one.
+        """
+        with self._lock:
+            closing = self._book(done) if done is not None else None
+            request = self._pick()
+            if request is None:
+                self._idle += 1
+            elif self._ready[0] or (self._ready[1] and self._best_effort_running < self.best_effort_limit):
+                self._wake_one()
+        return request, closing
+
+    def _pick(self) -> Request | None:
+        urgent, best_effort = self._ready
+        if urgent:
+            request = heapq.heappop(urgent)[2]
+        elif best_effort and self._best_effort_running < self.best_effort_limit:
+            self._best_effort_running += 1
+            request = heapq.heappop(best_effort)[2]
+        else:
+            return None
+        request.tenant.running += 1
+        return request
+
+    def _book(self, request: Request) -> ServedModel | None:
+        tenant, model = request.tenant, request.model
+        self._best_effort_running -= tenant.best_effort
+        if tenant.waiting:
+            self._make_ready(tenant.waiting.popleft())
+        else:
+            tenant.active -= 1
+        tenant.running -= 1
+        return self._release(tenant, model)
+
+    def _release(self, tenant: Tenant, model: ServedModel) -> ServedModel | None:
+        tenant.outstanding -= 1
+        model.outstanding -= 1
+        self._outstanding -= 1
+        if self._waiters:
+            self._settled.notify_all()
+        return model if model.retired and not model.outstanding else None
+
+    @contextlib.contextmanager
+    def hold(self, tenant: Tenant) -> Iterator[ServedModel]:
+        """The tenant's current version, which stays open until the body ends."""
+        with self._lock:
+            self._admit(tenant)
+            model = tenant.model
+            model.outstanding += 1
+        try:
+            yield model
+        finally:
+            with self._lock:
+                closing = self._release(tenant, model)
+            if closing is not None:
+                closing.close()
+
+    # --- control ------------------------------------------------------------------------------------
+
+    def swap(self, tenant: Tenant, model: ServedModel) -> ServedModel:
+        """New requests go to ``model``; the old version is returned, and closed when its last request is answered."""
+        with self._lock:
+            old, tenant.model = tenant.model, model
+            close = self._retire(old)
+        if close:
+            old.close()
+        return old
+
+    def remove(self, tenant: Tenant, timeout_s: float | None) -> bool:
+        """Takes no further requests of a tenant and waits for those it has; False when some are left.
+
+        The model is closed when the last one is answered.
+        """
+        with self._lock:
+            tenant.removed = True
+            done = self._wait(lambda: not tenant.outstanding, timeout_s)
+            close = self._retire(tenant.model)
+        if close:
+            tenant.model.close()
+        return done
+
+    def _retire(self, model: ServedModel) -> bool:
+        first, model.retired = not model.retired, True
+        return first and not model.outstanding
+
+    def drain(self, timeout_s: float | None) -> bool:
+        """Takes no further requests, and waits for those that are under way; False when some are left."""
+        with self._lock:
+            self._accepts = False
+            return self._wait(lambda: not self._outstanding, timeout_s)
+
+    def resume(self) -> None:
+        """Takes requests again after :meth:`drain`."""
+        with self._lock:
+            self._accepts = not self._closed
+
+    def cancel_waiting(self, tenants: Iterable[Tenant]) -> None:
+        """Cancels every request of ``tenants`` that no thread has taken up yet."""
+        with self._lock:
+            waiting = [request for tenant in tenants for request in tenant.waiting]
+            waiting += [entry[2] for heap in self._ready for entry in heap]
+        for request in waiting:
+            request.future.cancel()
+
+    def close(self, timeout_s: float | None) -> bool:
+        """Ends the threads once they are idle; False when one still runs after ``timeout_s``."""
+        end = math.inf if timeout_s is None else now() + timeout_s
+        with self._lock:
+            self._closed, self._accepts = True, False
+        for _ in self._workers:
+            self._wake.put(False)
+        for worker in self._workers:
+            if worker is not threading.current_thread():
+                worker.join(None if end == math.inf else max(0.0, end - now()))
+        return not any(worker.is_alive() for worker in self._workers)
+
+    def _wait(self, done: Any, timeout_s: float | None) -> bool:
+        self._waiters += 1
+        try:
+            return self._settled.wait_for(done, timeout_s)
+        finally:
+            self._waiters -= 1
+
+    @property
+    def running(self) -> int:
+        """Threads that are at work."""
+        with self._lock:
+            return len(self._workers) - self._idle
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that were taken and have no answer yet."""
+        return self._outstanding

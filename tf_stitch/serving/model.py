@@ -1,0 +1,258 @@
+"""One version of a served model: its graph in a session of its own, and a short way into each signature."""
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.client import pywrap_tf_session
+from tensorflow.python.saved_model import loader_impl
+
+from ..errors import OptionError, SavedModelError
+from ..saved_model import INIT_SIGNATURE, _first_line, read
+
+TAGS = {"serve"}
+INTEGERS, NUMBERS = "iu", "biuf"  # kinds of NumPy's types
+ON_CALLER = -1  # RunOptions.inter_op_thread_pool: the graph runs on the thread that asks
+_versions = itertools.count(1)  # a session's (name, version) must be its own in the process
+_environment = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of a signature: element type, and shape with None for unknown dims (None: unknown rank)."""
+
+    name: str
+    tensor: str
+    dtype: np.dtype
+    shape: tuple[int | None, ...] | None
+
+    def array(self, value: Any) -> np.ndarray:
+        """``value`` as an array that fits.  Raises OptionError."""
+        if type(value) is not np.ndarray or value.dtype != self.dtype:
+            value = self._converted(value)
+        shape = self.shape
+        if shape is not None and (len(shape) != value.ndim or any(
+                want is not None and want != got for want, got in zip(shape, value.shape))):
+            raise OptionError(f"Input '{self.name}' has shape {list(value.shape)}, and the signature takes "
+                              f"{['?' if d is None else d for d in shape]}.".replace("'?'", "?"))
+        return value
+
+    def _converted(self, value: Any) -> np.ndarray:
+        raw = np.asarray(value)
+        if not _converts(raw.dtype, self.dtype):
+            raise OptionError(f"Input '{self.name}' is of {raw.dtype.name}, and the signature takes {self.dtype.name}.")
+        converted = raw.astype(self.dtype)
+        if raw.dtype.kind in INTEGERS and self.dtype.kind in INTEGERS and not np.array_equal(raw, converted):
+            raise OptionError(f"Input '{self.name}' holds values that {self.dtype.name} cannot.")
+        return converted
+
+
+def _converts(kind: np.dtype, to: np.dtype) -> bool:
+    """True when values may be converted: text to text, integers to integers that hold them, numbers to floats."""
+    if to.kind == "O":
+        return kind.kind in "OSU"
+    return (np.can_cast(kind, to, "same_kind") or (kind.kind in INTEGERS and to.kind in INTEGERS)
+            or (kind.kind in NUMBERS and tf.as_dtype(to).is_floating))
+
+
+class Endpoint:
+    """A signature of a served model: what it takes, what it gives, and a prebuilt way in."""
+
+    def __init__(self, name: str, session: Any, definition: Any, inline: bool) -> None:
+        self.name = name
+        self.inputs = tuple(_input(key, info) for key, info in sorted(definition.inputs.items()))
+        self.outputs = tuple(sorted(definition.outputs))
+        self._fetches = [definition.outputs[key].name for key in self.outputs]
+        self._session, self._inline = session, inline
+        self._lock = threading.Lock()
+        self._callable: Callable[..., list[Any]] | None = None
+
+    def prepare(self) -> Endpoint:
+        """Builds the way in, once: TensorFlow optimizes and places the graph here."""
+        with self._lock:
+            if self._callable is None:
+                options = config_pb2.CallableOptions(feed=[i.tensor for i in self.inputs], fetch=self._fetches,
+                                                     run_options=self._run_options())
+                self._callable = self._session._make_callable_from_options(options)
+        return self
+
+    def bind(self, inputs: Any) -> list[np.ndarray]:
+        """The arrays to feed.  ``inputs``: values by name, or the value itself where there is one input.
+
+        Raises OptionError when they do not fit.
+        """
+        mine = self.inputs
+        if not isinstance(inputs, Mapping):
+            if len(mine) != 1:
+                raise OptionError(f"Signature '{self.name}' takes {self._names()}; give them by name.")
+            return [mine[0].array(inputs)]
+        if len(inputs) != len(mine) or any(i.name not in inputs for i in mine):
+            raise OptionError(f"Signature '{self.name}' takes {self._names()}, and was given "
+                              f"{', '.join(sorted(map(str, inputs))) or 'nothing'}.")
+        return [i.array(inputs[i.name]) for i in mine]
+
+    def __call__(self, arrays: Sequence[np.ndarray], timeout_ms: int = 0) -> dict[str, np.ndarray]:
+        """Outputs by name.  Blocks; other Python threads run meanwhile.  Raises what TensorFlow raises."""
+        if timeout_ms:
+            values = self._run_until(arrays, timeout_ms)
+        else:
+            call = self._callable or self.prepare()._callable
+            assert call is not None
+            values = call(*arrays)
+        return dict(zip(self.outputs, values))
+
+    def specs(self) -> dict[str, tf.TensorSpec]:
+        """The inputs' types and shapes by name."""
+        return {i.name: tf.TensorSpec(i.shape, tf.as_dtype(i.dtype) if i.dtype.kind != "O" else tf.string)
+                for i in self.inputs}
+
+    def _run_until(self, arrays: Sequence[np.ndarray], timeout_ms: int) -> list[Any]:
+        graph = self._session.graph
+        options = pywrap_tf_session.TF_NewBufferFromString(self._run_options(timeout_ms).SerializeToString())
+        try:
+            feeds = {graph.get_tensor_by_name(i.tensor)._as_tf_output(): a for i, a in zip(self.inputs, arrays)}
+            fetches = [graph.get_tensor_by_name(name)._as_tf_output() for name in self._fetches]
+            return pywrap_tf_session.TF_SessionRun_wrapper(self._session._session, options, feeds, fetches, [], None)
+        finally:
+            pywrap_tf_session.TF_DeleteBuffer(options)
+
+    def _run_options(self, timeout_ms: int = 0) -> Any:
+        return config_pb2.RunOptions(timeout_in_ms=timeout_ms, inter_op_thread_pool=ON_CALLER if self._inline else 0)
+
+    def _names(self) -> str:
+        return ", ".join(f"'{i.name}'" for i in self.inputs) or "no inputs"
+
+
+def _input(name: str, info: Any) -> Input:
+    if info.WhichOneof("encoding") != "name":
+        raise SavedModelError(f"Input '{name}' is a sparse or composite tensor, which StitchSession does not serve.")
+    shape = None if info.tensor_shape.unknown_rank else tuple(
+        None if d.size < 0 else d.size for d in info.tensor_shape.dim)
+    return Input(name, info.name, np.dtype(tf.as_dtype(info.dtype).as_numpy_dtype), shape)
+
+
+class ServedModel:
+    """A SavedModel in a tf.compat.v1.Session.
+
+    Attributes:
+      version: a number that no other served model of the process has.
+      folder: where it was loaded from.
+      device: where its nodes were placed ("" where TensorFlow chooses).
+      outstanding: requests that were taken for it and have no answer yet; the dispatcher counts them.
+      retired: no further request comes; it is closed when the last one is answered.
+    """
+
+    def __init__(self, folder: Path, tenant: str, *, device: str = "", signature: str | None = None,
+                 config: Any = None, inline: bool = True) -> None:
+        """Loads the MetaGraph "serve".  Raises SavedModelError, OptionError when it has no such signature.
+
+        ``tenant`` is the name that the scheduler knows its requests by; ``inline``: graphs run on the caller's thread.
+        """
+        read(folder)
+        self.folder, self.device, self.version = folder, device, next(_versions)
+        self.outstanding, self.retired = 0, False
+        self.graph = tf.Graph()
+        self.session = _new_session(self.graph, _config(config, tenant, self.version))
+        try:
+            definitions = self._load(folder, device)
+            self.endpoints = {name: Endpoint(name, self.session, d, inline) for name, d in definitions.items()
+                              if name != INIT_SIGNATURE and d.outputs}
+            self.default = self._default(signature)
+            self.endpoint().prepare()
+        except (OptionError, SavedModelError):
+            self.close()
+            raise
+        except Exception as error:
+            self.close()
+            raise SavedModelError(f"'{folder}' cannot be loaded by TensorFlow: {_first_line(error)}") from None
+
+    def endpoint(self, signature: str | None = None) -> Endpoint:
+        """A signature, the default one where none is named.  Raises OptionError."""
+        found = self.endpoints.get(signature or self.default)
+        if found is None:
+            raise OptionError(f"The model has no signature '{signature}'; it has {', '.join(sorted(self.endpoints))}.")
+        return found
+
+    def close(self) -> None:
+        """Gives back the session and what it holds.  Requests that still run end with an error."""
+        self.session.close()
+
+    def _load(self, folder: Path, device: str) -> dict[str, Any]:
+        loader = loader_impl.SavedModelLoader(os.fspath(folder))
+        try:
+            meta = loader.get_meta_graph_def_from_tags(TAGS)
+        except RuntimeError:
+            raise SavedModelError(f"'{folder}' holds no graph for serving (tag 'serve').") from None
+        if device:
+            place(meta.graph_def, device)
+        with self.graph.as_default():
+            saver, _ = loader.load_graph(self.graph, TAGS)
+            loader.restore_variables(self.session, saver)
+            loader.run_init_ops(self.session, TAGS)
+        return dict(meta.signature_def)
+
+    def _default(self, signature: str | None) -> str:
+        names = sorted(self.endpoints)
+        wanted = signature or ("serving_default" if "serving_default" in names or len(names) != 1 else names[0])
+        if wanted not in names:
+            has = f"it has {', '.join(names)}" if names else "it has none"
+            raise OptionError(f"The model in '{self.folder}' has no signature '{wanted}'; {has}.")
+        return wanted
+
+
+def place(graph_def: Any, device: str) -> None:
+    """Puts the nodes that have no device, those of functions too, on ``device`` ("GPU:1").
+
+    Fallbacks of stitched ops are left alone: they run where their op runs.
+    """
+    library = graph_def.library.function
+    nodes = [*graph_def.node, *(n for f in library for n in f.node_def)]
+    fallbacks = {n.attr["fallback"].func.name for n in nodes if n.op == "StitchedProgram"}
+    for node in itertools.chain(graph_def.node, *(f.node_def for f in library if f.signature.name not in fallbacks)):
+        if not node.device and node.op != "Placeholder":
+            node.device = f"/device:{device}"
+
+
+def is_stitched(folder: Path) -> bool:
+    """True when a SavedModel holds stitched ops.  Raises SavedModelError."""
+    graphs = [m.graph_def for m in read(folder).meta_graphs]
+    nodes: Iterator[Any] = (n for g in graphs for n in itertools.chain(
+        g.node, *(f.node_def for f in g.library.function)))
+    return any(n.op == "StitchedProgram" for n in nodes)
+
+
+def _config(base: Any, tenant: str, version: int) -> Any:
+    config = config_pb2.ConfigProto()
+    if base is not None:
+        config.CopyFrom(base)
+    config.allow_soft_placement = True
+    config.gpu_options.allow_growth = True
+    config.experimental.session_metadata.name = tenant
+    config.experimental.session_metadata.version = version
+    return config
+
+
+def _new_session(graph: Any, config: Any) -> Any:
+    # A run ends when its own results are there, not when everything that others queued on the stream is done.
+    with _environment, _set("TF_SYNC_ON_FINISH", "0"):
+        return tf.compat.v1.Session(graph=graph, config=config)
+
+
+@contextlib.contextmanager
+def _set(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]

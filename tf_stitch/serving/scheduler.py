@@ -1,0 +1,103 @@
+"""The scheduler in the op library (custom_ops/scheduler_c_api.h): one per process, shared by its sessions."""
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from .. import runtime
+from ..errors import OptionError, StitchError
+
+_lock = threading.Lock()
+_users = 0
+_options: dict[str, Any] = {}
+
+
+class SchedulerError(StitchError):
+    """The op library's scheduler refused what it was asked for."""
+
+
+def available() -> bool:
+    """True when the op library has the scheduler."""
+    return hasattr(runtime.library(), "tfs_scheduler_enable")
+
+
+def acquire(options: Mapping[str, Any]) -> None:
+    """Turns coalescing on for the process, or joins those that have.
+
+    Raises OptionError when they did so with other options, SchedulerError when it cannot be had.
+    """
+    global _users, _options
+    runtime.load()
+    if not available():
+        raise SchedulerError("The op library has no scheduler; build it again ('make build'), or use coalesce=False.")
+    with _lock:
+        if _users and dict(options) != _options:
+            raise OptionError(f"The scheduler runs with the options {_options} already; all sessions of a process "
+                              "share one.")
+        if not _users:
+            _check(_library().tfs_scheduler_enable(_json(options)))
+            _options = dict(options)
+        _users += 1
+
+
+def release() -> None:
+    """Undoes :func:`acquire`; the last one turns coalescing off."""
+    global _users
+    with _lock:
+        _users -= 1
+        if not _users:
+            _library().tfs_scheduler_disable()
+
+
+def set_tenant(name: str, options: Mapping[str, Any]) -> None:
+    """Tells what the tenant's requests are due and may use: slo_ms, priority, weight, max_in_flight, max_queue."""
+    _check(_library().tfs_scheduler_set_tenant(name.encode(), _json(options)))
+
+
+def remove_tenant(name: str) -> None:
+    """Forgets a tenant."""
+    _check(_library().tfs_scheduler_remove_tenant(name.encode()))
+
+
+def drain(timeout_ms: int) -> bool:
+    """Waits until the scheduler holds nothing; False when it still does after ``timeout_ms``."""
+    return _library().tfs_scheduler_drain(timeout_ms) == 0
+
+
+def stats() -> dict[str, Any]:
+    """What the scheduler counted; {} where there is none."""
+    if not available():
+        return {}
+    lib = _library()
+    size = lib.tfs_scheduler_stats_json(None, 0)
+    while True:
+        buffer = ctypes.create_string_buffer(size + 256)
+        need = lib.tfs_scheduler_stats_json(buffer, len(buffer))
+        if need < len(buffer):
+            return json.loads(buffer.value or b"{}")
+        size = need
+
+
+def _library() -> ctypes.CDLL:
+    lib = runtime.library()
+    lib.tfs_scheduler_enable.argtypes = [ctypes.c_char_p]
+    lib.tfs_scheduler_disable.restype = None
+    lib.tfs_scheduler_set_tenant.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    lib.tfs_scheduler_remove_tenant.argtypes = [ctypes.c_char_p]
+    lib.tfs_scheduler_stats_json.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+    lib.tfs_scheduler_stats_json.restype = ctypes.c_int64
+    lib.tfs_scheduler_drain.argtypes = [ctypes.c_int64]
+    lib.tfs_scheduler_last_error.restype = ctypes.c_char_p
+    return lib
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        raise SchedulerError((_library().tfs_scheduler_last_error() or b"unknown").decode(errors="replace"))
+
+
+def _json(options: Mapping[str, Any]) -> bytes:
+    return json.dumps({k: v for k, v in options.items() if v is not None}).encode()
