@@ -22,8 +22,11 @@ _CORE = "@org_tensorflow//tensorflow/core"
 TARGETS = {
     "absl/container/inlined_vector.h": "@com_google_absl//absl/container:inlined_vector",
     "absl/synchronization/notification.h": "@com_google_absl//absl/synchronization",
+    "absl/time/clock.h": "@com_google_absl//absl/time",
+    "absl/time/time.h": "@com_google_absl//absl/time",
     "openssl/curve25519.h": "@boringssl//:crypto",
     "tensorflow/core/common_runtime/device_mgr.h": f"{_CORE}:core_cpu",
+    "tensorflow/core/framework/cancellation.h": f"{_CORE}:framework",
     "tensorflow/core/framework/device.h": f"{_CORE}:core_cpu",  # of framework_internal, which core_cpu depends on
     "tensorflow/core/framework/function.h": f"{_CORE}:framework",
     "tensorflow/core/framework/memory_types.h": f"{_CORE}:framework",
@@ -32,6 +35,7 @@ TARGETS = {
     "tensorflow/core/framework/shape_inference.h": f"{_CORE}:framework",
     "tensorflow/core/lib/core/threadpool.h": f"{_CORE}:lib",
     "tensorflow/core/platform/tensor_float_32_utils.h": f"{_CORE}/platform:tensor_float_32_utils",
+    "tensorflow/core/protobuf/config.pb.h": f"{_CORE}:protos_all_cc",
     "tensorflow/core/profiler/lib/traceme.h": f"{_CORE}/profiler/lib:traceme",
     "xla/stream_executor/stream.h": f"{_CORE}/platform:stream_executor",  # its name for XLA's repository may change
 }

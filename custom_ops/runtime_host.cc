@@ -179,7 +179,7 @@ constexpr int32_t kOutOfMemory = -1;
 constexpr int64_t kShardCycles =
     25000;  // a shard should run at least this long: several times what waking a thread costs
 
-void RunBlocks(KernelFn kernel, const Problem& problem, int64_t begin, int64_t end, int64_t shared_bytes,
+void RunKernel(KernelFn kernel, const Problem& problem, int64_t begin, int64_t end, int64_t shared_bytes,
                int32_t* status) {
   static thread_local Scratch scratch;
   char* shared = nullptr;
@@ -192,15 +192,6 @@ void RunBlocks(KernelFn kernel, const Problem& problem, int64_t begin, int64_t e
   }
   kernel(&problem, begin, end, shared, status);
   scratch.Trim();
-}
-
-// Blocks in one shard: enough shards to balance, none too short to be worth a thread.
-int64_t ShardSize(int64_t blocks, int64_t cost, int threads) {
-  if (threads <= 1) return blocks;
-  double cycles = static_cast<double>(blocks) * static_cast<double>(cost);
-  int64_t shards = static_cast<int64_t>(std::min(cycles / kShardCycles, 4.0 * threads));
-  shards = std::max<int64_t>(1, std::min(shards, blocks));
-  return (blocks + shards - 1) / shards;
 }
 
 }  // namespace
@@ -250,6 +241,25 @@ std::unique_ptr<HostCode> HostCode::Load(const Program& program, std::string* er
   return code;
 }
 
+int64_t ShardSize(int64_t blocks, int64_t cost, int threads) {
+  if (threads <= 1) return blocks;
+  double cycles = static_cast<double>(blocks) * static_cast<double>(cost);
+  int64_t shards = static_cast<int64_t>(std::min(cycles / kShardCycles, 4.0 * threads));
+  shards = std::max<int64_t>(1, std::min(shards, blocks));
+  return (blocks + shards - 1) / shards;
+}
+
+void RunBlocks(const Program& program, const HostCode& code, const Plan& plan, size_t step, void* const* buffers,
+               int64_t begin, int64_t end, int32_t* status) {
+  const Step& what = program.steps[step];
+  const StepPlan& s = plan.steps[step];
+  if (what.kind == Step::Kind::kLibrary) {
+    RunMatmulRows(what.matmul, program.buffers[what.buffers[0]].dtype, s, buffers, begin, end);
+  } else {
+    RunKernel(code.kernel(step), {buffers, s.dims.data(), s.blocks}, begin, end, s.shared_bytes, status);
+  }
+}
+
 int32_t RunHost(const Program& program, const HostCode& code, const Plan& plan, void* const* memory,
                 const ParallelFor& parallel_for, int threads, const Observe* observe) {
   int32_t status = 0;
@@ -260,13 +270,8 @@ int32_t RunHost(const Program& program, const HostCode& code, const Plan& plan, 
     if (step.kind == Step::Kind::kAlias || !s.blocks) continue;
     buffers.clear();
     for (uint32_t id : step.buffers) buffers.push_back(memory[id]);
-    const Problem problem{buffers.data(), s.dims.data(), s.blocks};
     auto run = [&](int64_t begin, int64_t end) {
-      if (step.kind == Step::Kind::kLibrary) {
-        RunMatmulRows(step.matmul, program.buffers[step.buffers[0]].dtype, s, buffers.data(), begin, end);
-      } else {
-        RunBlocks(code.kernels_[i], problem, begin, end, s.shared_bytes, &status);
-      }
+      RunBlocks(program, code, plan, i, buffers.data(), begin, end, &status);
     };
     int64_t shard = ShardSize(s.blocks, s.cost, threads);
     if (observe) (*observe)(i, true);

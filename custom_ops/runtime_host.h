@@ -47,15 +47,20 @@ class HostCode {
   static std::unique_ptr<HostCode> Load(const Program& program, std::string* error);
 
   const std::string& target() const { return target_; }
+  KernelFn kernel(size_t step) const { return kernels_[step]; }  // null for steps that are not kernels
 
  private:
-  friend int32_t RunHost(const Program&, const HostCode&, const Plan&, void* const*, const ParallelFor&, int,
-                         const Observe*);
-
   std::string target_;
   std::shared_ptr<void> library_;
   std::vector<KernelFn> kernels_;  // by step; null for steps that are not kernels
 };
+
+// Blocks of a step in one shard of a parallel loop: enough shards to balance, none too short to be worth a thread.
+int64_t ShardSize(int64_t blocks, int64_t cost, int threads);
+
+// Runs blocks [begin, end) of one step, which is no alias.  `buffers` are the step's.  Sets `status` when they fail.
+void RunBlocks(const Program& program, const HostCode& code, const Plan& plan, size_t step, void* const* buffers,
+               int64_t begin, int64_t end, int32_t* status);
 
 // Runs all steps.  `memory` has the address of every buffer of the program.  Returns 0, or the kernels' status: then
 // the outputs hold nothing of use.

@@ -7,7 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "coalesce_host.h"
+#include "coalescing.h"
 #include "counters.h"
+#include "held_call.h"
 #include "plan.h"
 #include "program.h"
 #include "runtime_host.h"
@@ -74,7 +77,9 @@ class StitchedProgramOp : public AsyncOpKernel {
   }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    if (node_.ready() && RunStitched(ctx)) {
+    std::shared_ptr<const Plan> plan = node_.ready() ? node_.PlanFor(ctx, &plans_) : nullptr;
+    if (plan && Coalesce(ctx, plan, &done)) return;
+    if (plan && RunStitched(ctx, *plan)) {
       done();
     } else {
       node_.fallback().Run(ctx, std::move(done));
@@ -82,18 +87,63 @@ class StitchedProgramOp : public AsyncOpKernel {
   }
 
  private:
-  // Runs the program and sets the outputs; false, with nothing set, when the fallback has to run.
-  bool RunStitched(OpKernelContext* ctx) {
-    const Program& program = node_.program();
-    std::shared_ptr<const Plan> plan = node_.PlanFor(ctx, &plans_);
-    if (!plan) return false;
-    tsl::profiler::TraceMe trace([&] { return "tf_stitch:" + program.name; });
-    StitchedNode::Memory memory;
-    if (!node_.Allocate(ctx, *plan, plan->arena_bytes, &memory)) return false;
+  // A run that the scheduler holds.
+  class Held : public HostRequest {
+   public:
+    Held(StitchedProgramOp* op, OpKernelContext* ctx) : op_(op), call_(ctx) {}
+    StitchedNode::Memory* place() { return &place_; }
+    HeldCall* call() { return &call_; }
+
+    void Done(Outcome outcome, const std::string& why) override {
+      bool fall_back = outcome == Outcome::kFailed && why.empty();
+      if (outcome == Outcome::kCompleted) op_->node_.SetOutputs(call_.ctx(), &place_);
+      place_ = {};  // while the allocator is sure to live
+      if (!fall_back) return call_.End(outcome, why);
+      call_.Unwatch();
+      call_.Continue([op = op_, ctx = call_.ctx(), done = call_.TakeDone()] { op->node_.fallback().Run(ctx, done); });
+    }
+
+   private:
+    StitchedProgramOp* const op_;
+    StitchedNode::Memory place_;
+    HeldCall call_;
+  };
+
+  // Hands a run to the scheduler; false, with `done` kept, when it is to run here.
+  bool Coalesce(OpKernelContext* ctx, const std::shared_ptr<const Plan>& plan, DoneCallback* done) {
+    auto make = [](const CoalescingOptions& options) { return MakeHostDevice(options.workers); };
+    std::shared_ptr<Coalescer> coalescer = CoalescerOf(nullptr, make);
+    if (!coalescer) return false;
+    std::call_once(plan->extra_once, [&] { plan->extra = std::make_unique<HostWork>(node_.program(), *code_, *plan); });
+    auto* work = static_cast<const HostWork*>(plan->extra.get());
+    if (work->steps.empty()) return false;
+    auto held = std::make_shared<Held>(this, ctx);
+    if (!node_.Allocate(ctx, *plan, plan->arena_bytes, held->place())) return false;
+    held->program = &node_.program();
+    held->code = code_.get();
+    held->plan = plan;
+    held->host_work = work;
+    held->work = work->work;
+    held->memory = held->place()->addresses.data();
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-    auto parallel_for = [workers](int64_t total, int64_t block, const std::function<void(int64_t, int64_t)>& fn) {
+    held->threads = workers->num_threads;
+    held->parallel_for = ParallelForOf(workers);
+    return held->call()->Submit(node_.program().name, coalescer, held, done);
+  }
+
+  static ParallelFor ParallelForOf(const tensorflow::DeviceBase::CpuWorkerThreads* workers) {
+    return [workers](int64_t total, int64_t block, const std::function<void(int64_t, int64_t)>& fn) {
       workers->workers->ParallelFor(total, tensorflow::thread::ThreadPool::SchedulingParams::Fixed(block), fn);
     };
+  }
+
+  // Runs the program and sets the outputs; false, with nothing set, when the fallback has to run.
+  bool RunStitched(OpKernelContext* ctx, const Plan& plan) {
+    const Program& program = node_.program();
+    tsl::profiler::TraceMe trace([&] { return "tf_stitch:" + program.name; });
+    StitchedNode::Memory memory;
+    if (!node_.Allocate(ctx, plan, plan.arena_bytes, &memory)) return false;
+    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
     int64_t activity = 0;
     Observe observe = [&](size_t step, bool starts) {  // one profiler event per kernel
       if (starts) {
@@ -103,7 +153,8 @@ class StitchedProgramOp : public AsyncOpKernel {
       }
     };
     const Observe* observer = tsl::profiler::TraceMe::Active() ? &observe : nullptr;
-    if (RunHost(program, *code_, *plan, memory.addresses.data(), parallel_for, workers->num_threads, observer)) {
+    if (RunHost(program, *code_, plan, memory.addresses.data(), ParallelForOf(workers), workers->num_threads,
+                observer)) {
       return false;
     }
     node_.SetOutputs(ctx, &memory);

@@ -1,0 +1,224 @@
+#include "coalescer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace tf_stitch {
+
+Micros NowMicros() {
+  using std::chrono::duration_cast, std::chrono::microseconds, std::chrono::steady_clock;
+  return duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+Coalescer::Coalescer(const Options& options, std::unique_ptr<Device> device, const std::string& estimates)
+    : options_(options),
+      device_(std::move(device)),
+      started_(NowMicros()),
+      policy_(options.policy, &estimates_),
+      lanes_(device_->lanes().size()) {
+  estimates_.Load(estimates);
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    lanes_[i].kind = device_->lanes()[i];
+    lanes_[i].issuer = std::thread([this, i] { Issue(i); });
+    if (device_->enqueues()) lanes_[i].finisher = std::thread([this, i] { Finish(i); });
+  }
+}
+
+Coalescer::~Coalescer() { Stop(); }
+
+// --- what callers do -----------------------------------------------------------------------------------
+
+bool Coalescer::Submit(std::shared_ptr<Request> request) {
+  Lock lock(mu_);
+  request->id_ = next_id_++;
+  Policy::Verdict verdict{Policy::Verdict::kFull, ""};
+  while (!stopping_ && !request->cancelled_ && verdict.kind == Policy::Verdict::kFull) {
+    verdict = policy_.Admit(request->id_, request->tenant, request->work, request->deadline, NowMicros());
+    if (verdict.kind == Policy::Verdict::kFull) room_.wait(lock);
+  }
+  if (verdict.kind == Policy::Verdict::kHeld) {
+    requests_.emplace(request->id_, std::move(request));
+    changed_.notify_all();
+    return true;
+  }
+  if (verdict.kind == Policy::Verdict::kFull && !request->cancelled_) return false;  // stopping
+  Outcome outcome = verdict.kind == Policy::Verdict::kRejected ? Outcome::kRejected : Outcome::kCancelled;
+  std::vector<Gone> gone;
+  gone.push_back({std::move(request), outcome, verdict.why});
+  Answer(&gone, &lock);
+  return true;
+}
+
+// A lane answers: the caller may hold locks that the answer needs.
+void Coalescer::Cancel(Request* request) {
+  Lock lock(mu_);
+  request->cancelled_ = true;
+  if (requests_.count(request->id_)) cancelled_.push_back(request->id_);
+  changed_.notify_all();
+  room_.notify_all();
+}
+
+bool Coalescer::Drain(Micros timeout) {
+  Lock lock(mu_);
+  auto idle = [this] { return Idle() && pending_ == 0; };
+  if (timeout != kNever) return room_.wait_for(lock, std::chrono::microseconds(timeout), idle);
+  room_.wait(lock, idle);
+  return true;
+}
+
+void Coalescer::Stop() {
+  {
+    Lock lock(mu_);
+    stopping_ = true;
+    changed_.notify_all();
+    room_.notify_all();
+  }
+  for (Lane& lane : lanes_) {
+    if (lane.issuer.joinable()) lane.issuer.join();
+    if (lane.finisher.joinable()) lane.finisher.join();
+  }
+}
+
+void Coalescer::SetTenant(const std::string& name, const TenantOptions& options) {
+  Lock lock(mu_);
+  policy_.SetTenant(name, options);
+}
+
+void Coalescer::RemoveTenant(const std::string& name) {
+  Lock lock(mu_);
+  policy_.RemoveTenant(name);
+}
+
+Coalescer::Stats Coalescer::stats() {
+  Lock lock(mu_);
+  Micros now = NowMicros();
+  return {device_->name(), policy_.device_stats(now), policy_.held(), policy_.backlog_us(), now - started_};
+}
+
+std::map<std::string, Policy::Tenant> Coalescer::tenants() {
+  Lock lock(mu_);
+  return policy_.tenants();
+}
+
+std::string Coalescer::estimates() {
+  Lock lock(mu_);
+  return estimates_.Save();
+}
+
+// --- lanes -----------------------------------------------------------------------------------------------
+
+void Coalescer::Sleep(Micros until, Lock* lock) {
+  if (until == kNever) {
+    changed_.wait(*lock);
+  } else {
+    changed_.wait_for(*lock, std::chrono::microseconds(std::max<Micros>(until - NowMicros(), 1)));
+  }
+}
+
+void Coalescer::Issue(size_t index) {
+  Lane& lane = lanes_[index];
+  Lock lock(mu_);
+  while (!Over()) {
+    AnswerCancelled(&lock);
+    bool room = lane.pending.empty() || lane.ahead_us < static_cast<double>(options_.look_ahead);
+    Superkernel superkernel;
+    Micros wake = kNever;
+    if (room && policy_.Next(lane.kind, NowMicros(), &superkernel, &wake)) {
+      Start(index, std::move(superkernel), &lock);
+    } else if (!Over()) {
+      Sleep(wake, &lock);
+    }
+  }
+  changed_.notify_all();
+}
+
+void Coalescer::Start(size_t index, Superkernel superkernel, Lock* lock) {
+  std::vector<Member> members;
+  for (uint64_t id : superkernel.members) members.push_back({requests_.at(id).get(), policy_.NextUnit(id), false, ""});
+  lock->unlock();
+  Micros begin = NowMicros();
+  std::unique_ptr<Device::Ticket> ticket = device_->Issue(index, &members);
+  Micros end = NowMicros();
+  lock->lock();
+  std::vector<Gone> gone;
+  for (size_t i = 0; i < members.size(); ++i) {
+    Member& m = members[i];
+    uint64_t id = superkernel.members[i];
+    if (m.failed) {
+      Leave(id, Outcome::kFailed, std::move(m.error), &gone);
+    } else if (m.request->cancelled_) {
+      Leave(id, Outcome::kCancelled, "", &gone);
+    } else if (!policy_.Advance(id, end)) {
+      Leave(id, Outcome::kCompleted, "", &gone);
+    }
+  }
+  if (ticket) {
+    Lane& lane = lanes_[index];
+    lane.ahead_us += superkernel.estimate_us;
+    lane.pending.push_back({std::move(superkernel), std::move(ticket)});
+    ++pending_;
+  } else {
+    policy_.Finished(superkernel, static_cast<double>(std::max<Micros>(end - begin, 1)), end);
+  }
+  changed_.notify_all();
+  Answer(&gone, lock);
+}
+
+void Coalescer::Finish(size_t index) {
+  Lane& lane = lanes_[index];
+  Lock lock(mu_);
+  while (true) {
+    changed_.wait(lock, [&] { return !lane.pending.empty() || Over(); });
+    if (lane.pending.empty()) return;
+    Device::Ticket* ticket = lane.pending.front().ticket.get();
+    lock.unlock();
+    double us = ticket->Wait();
+    lock.lock();
+    Pending done = std::move(lane.pending.front());
+    lane.pending.pop_front();
+    lane.ahead_us = lane.pending.empty() ? 0 : lane.ahead_us - done.superkernel.estimate_us;
+    policy_.Finished(done.superkernel, us, NowMicros());
+    lock.unlock();
+    done.ticket.reset();  // may give device resources back
+    lock.lock();
+    --pending_;
+    changed_.notify_all();
+    room_.notify_all();
+  }
+}
+
+// --- answers -----------------------------------------------------------------------------------------------
+
+void Coalescer::Leave(uint64_t id, Outcome outcome, std::string why, std::vector<Gone>* gone) {
+  auto found = requests_.find(id);
+  policy_.Remove(id, outcome, NowMicros());
+  gone->push_back({std::move(found->second), outcome, std::move(why)});
+  requests_.erase(found);
+}
+
+// Calls Done, with the lock released.
+void Coalescer::Answer(std::vector<Gone>* gone, Lock* lock) {
+  if (gone->empty()) return;
+  answering_ += gone->size();
+  lock->unlock();
+  for (Gone& g : *gone) {
+    g.request->Done(g.outcome, g.why);
+    g.request.reset();
+  }
+  lock->lock();
+  answering_ -= gone->size();
+  room_.notify_all();
+  if (stopping_) changed_.notify_all();
+}
+
+void Coalescer::AnswerCancelled(Lock* lock) {
+  std::vector<Gone> gone;
+  for (uint64_t id : cancelled_) {  // what is under way is answered when it comes back
+    if (policy_.Waiting(id)) Leave(id, Outcome::kCancelled, "", &gone);
+  }
+  cancelled_.clear();
+  Answer(&gone, lock);
+}
+
+}  // namespace tf_stitch

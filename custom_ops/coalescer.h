@@ -1,0 +1,154 @@
+// Holds requests and runs their programs as superkernels: threads and lifetimes around the policy (scheduler.h).
+//
+// Plain C++: what a superkernel does is a Device's matter (coalesce_host.h, coalesce_cuda.h), what a request is, and
+// what becomes of it, the op's.
+#ifndef TF_STITCH_CUSTOM_OPS_COALESCER_H_
+#define TF_STITCH_CUSTOM_OPS_COALESCER_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "scheduler.h"
+
+namespace tf_stitch {
+
+// The clock of deadlines: steady, in microseconds.
+Micros NowMicros();
+
+// One run of a program.
+class Request {
+ public:
+  virtual ~Request() = default;
+
+  // Called exactly once when the request was submitted, from any thread, with no lock held.  kCompleted: all units have
+  // run, or will have run for whoever follows in the device's order.  Else `why` is a sentence, or "" when the device
+  // refused to compute and what the program replaces has to run.
+  virtual void Done(Outcome outcome, const std::string& why) = 0;
+
+  std::string tenant;
+  std::shared_ptr<const Work> work;  // at least one unit
+  Micros deadline = kNever;
+
+ private:
+  friend class Coalescer;
+  uint64_t id_ = 0;
+  bool cancelled_ = false;
+};
+
+// A request's part in a superkernel.
+struct Member {
+  Request* request;
+  size_t unit;
+  bool failed = false;
+  std::string error;  // when failed: as Request::Done's `why`
+};
+
+class Device {
+ public:
+  // A superkernel that was enqueued.  Wait blocks until it has run and returns the microseconds that it took.
+  struct Ticket {
+    virtual ~Ticket() = default;
+    virtual double Wait() = 0;
+  };
+
+  virtual ~Device() = default;
+  virtual const std::string& name() const = 0;
+  virtual std::vector<LaneKind> lanes() const = 0;
+  virtual bool enqueues() const { return false; }  // whether Issue ever gives tickets
+
+  // Runs one unit of each member and returns null, or enqueues them and returns a ticket: then what a member enqueues
+  // next, on whichever lane, comes after.  One call per lane at a time.  A member that fails does not hurt the others.
+  virtual std::unique_ptr<Ticket> Issue(size_t lane, std::vector<Member>* members) = 0;
+};
+
+class Coalescer {
+ public:
+  struct Options {
+    PolicyOptions policy;
+    Micros look_ahead = 200;  // device time that a lane may have enqueued when it enqueues more
+  };
+  struct Stats {
+    std::string device;
+    DeviceStats counts;
+    size_t held = 0;
+    double backlog_us = 0;
+    Micros uptime = 0;
+  };
+
+  Coalescer(const Options& options, std::unique_ptr<Device> device, const std::string& estimates);
+  ~Coalescer();  // stops
+
+  // Takes a request, which is answered by Done; while max_instances are held, blocks.  False, and Done is not called,
+  // when the coalescer has stopped.
+  bool Submit(std::shared_ptr<Request> request);
+
+  // Makes a submitted request end soon with kCancelled, unless it is done by then.  Never blocks for long.
+  void Cancel(Request* request);
+
+  // Waits until nothing is held; false when `timeout` (kNever: none) passed before.
+  bool Drain(Micros timeout);
+
+  // Takes no more requests, answers all that are held, ends the threads.
+  void Stop();
+
+  void SetTenant(const std::string& name, const TenantOptions& options);
+  void RemoveTenant(const std::string& name);
+  Stats stats();
+  std::map<std::string, Policy::Tenant> tenants();
+  std::string estimates();  // as Estimates::Save gives them
+
+ private:
+  struct Pending {
+    Superkernel superkernel;
+    std::unique_ptr<Device::Ticket> ticket;
+  };
+  struct Lane {
+    LaneKind kind;
+    std::deque<Pending> pending;
+    double ahead_us = 0;  // estimated time of what is pending
+    std::thread issuer, finisher;
+  };
+  struct Gone {
+    std::shared_ptr<Request> request;
+    Outcome outcome;
+    std::string why;
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  void Issue(size_t lane);
+  void Finish(size_t lane);
+  void Start(size_t lane, Superkernel superkernel, Lock* lock);
+  void Leave(uint64_t id, Outcome outcome, std::string why, std::vector<Gone>* gone);
+  void Answer(std::vector<Gone>* gone, Lock* lock);
+  void AnswerCancelled(Lock* lock);
+  void Sleep(Micros until, Lock* lock);
+  bool Idle() const { return requests_.empty() && answering_ == 0; }
+  bool Over() const { return stopping_ && Idle() && pending_ == 0; }
+
+  const Options options_;
+  const std::unique_ptr<Device> device_;
+  const Micros started_;
+
+  std::mutex mu_;
+  std::condition_variable changed_;  // something arrived, advanced, finished or stopped
+  std::condition_variable room_;     // a request has gone
+  Estimates estimates_;
+  Policy policy_;
+  std::unordered_map<uint64_t, std::shared_ptr<Request>> requests_;
+  std::vector<uint64_t> cancelled_;  // to be answered by a lane
+  std::vector<Lane> lanes_;
+  uint64_t next_id_ = 1;
+  size_t answering_ = 0, pending_ = 0;
+  bool stopping_ = false;
+};
+
+}  // namespace tf_stitch
+
+#endif  // TF_STITCH_CUSTOM_OPS_COALESCER_H_

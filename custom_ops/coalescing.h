@@ -1,0 +1,26 @@
+// The process's coalescers, one per device, and whether coalescing is on.
+#ifndef TF_STITCH_CUSTOM_OPS_COALESCING_H_
+#define TF_STITCH_CUSTOM_OPS_COALESCING_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "coalescer.h"
+
+namespace tf_stitch {
+
+struct CoalescingOptions {
+  Coalescer::Options coalescer;
+  int workers = 0;  // superkernels at a time on the CPU; 0: one per core, at most 4
+  int lanes = 3;    // streams on a GPU
+};
+
+// The coalescer of a device, made by `make` on first use; null while coalescing is off.  `key` tells devices apart
+// (null: the CPU).
+using MakeDevice = std::function<std::unique_ptr<Device>(const CoalescingOptions&)>;
+std::shared_ptr<Coalescer> CoalescerOf(const void* key, const MakeDevice& make);
+
+}  // namespace tf_stitch
+
+#endif  // TF_STITCH_CUSTOM_OPS_COALESCING_H_

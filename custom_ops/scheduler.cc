@@ -1,0 +1,412 @@
+#include "scheduler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <utility>
+
+namespace tf_stitch {
+namespace {
+
+constexpr double kMargin = 1.5;       // estimates are trusted this far where slack is concerned
+constexpr size_t kLookBack = 64;      // company that is further behind than this many units is not waited for
+constexpr int kEstimatesAge = 64;     // requests of a kind after which its remaining times are computed anew
+constexpr size_t kMaxKinds = 1024;    // remembered without a request
+constexpr size_t kMaxTenants = 4096;  // remembered without a request, unless they were set
+constexpr double kFollow = 0.1;       // weight of a new measurement
+constexpr double kLargestRatio = 10;
+constexpr int kMeasurements = 16;         // before a tenant is judged
+constexpr int kThrottledShare = 4;        // a throttled tenant has a fourth of its requests in flight, at least one
+constexpr double kRateWindowUs = 500000;  // busy time that the rate of work is taken over
+
+std::string Milliseconds(double us) {
+  char text[32];
+  snprintf(text, sizeof text, "%.3g ms", us / 1000);
+  return text;
+}
+
+Micros Plus(Micros a, double us) { return a == kNever ? kNever : a + static_cast<Micros>(us); }
+
+}  // namespace
+
+void Work::SetKind() {
+  uint64_t h = 1469598103934665603ull;
+  for (const Unit& u : units) {
+    for (uint64_t word : {u.cluster, u.shape}) {
+      h = (h ^ word) * 0x9E3779B97F4A7C15ull;
+      h ^= h >> 29;
+    }
+  }
+  kind = h;
+}
+
+// --- tenants -----------------------------------------------------------------------------------------
+
+Policy::Tenant* Policy::TenantOf(const std::string& name) {
+  auto [found, is_new] = tenants_.try_emplace(name);
+  if (!is_new) return &found->second;
+  found->second.name = name;
+  if (tenants_.size() > kMaxTenants) {  // names that requests brought, with nothing held
+    for (auto it = tenants_.begin(); it != tenants_.end();) {
+      bool idle = !it->second.kept && it->second.in_flight == 0 && it->second.queue.empty() && it != found;
+      it = idle ? tenants_.erase(it) : std::next(it);
+    }
+  }
+  return &found->second;
+}
+
+void Policy::SetTenant(const std::string& name, const TenantOptions& options) {
+  Tenant* tenant = TenantOf(name);
+  tenant->options = options;
+  tenant->kept = true;
+}
+
+void Policy::RemoveTenant(const std::string& name) {
+  auto found = tenants_.find(name);
+  if (found == tenants_.end()) return;
+  SetTenant(name, {});
+  found->second.kept = false;
+  if (found->second.in_flight == 0 && found->second.queue.empty()) tenants_.erase(found);
+}
+
+int Policy::Limit(const Tenant& tenant) const {
+  int limit = tenant.options.max_in_flight > 0 ? tenant.options.max_in_flight : INT32_MAX;
+  if (!tenant.throttled) return limit;
+  return std::max(1, std::min(limit, options_.max_pack) / kThrottledShare);
+}
+
+void Policy::Charge(Tenant* tenant, double us) { tenant->used += us / tenant->options.weight; }
+
+// A tenant whose work takes longer than estimated, more so than everybody's, is held back until the estimates have
+// caught up.
+void Policy::Drift(Tenant* tenant, double ratio) {
+  tenant->ratio += kFollow * (ratio - tenant->ratio);
+  if (++tenant->measured < kMeasurements) return;
+  double back = 1 + (options_.drift - 1) / 2;
+  tenant->throttled = tenant->ratio > ratio_ * (tenant->throttled ? back : options_.drift);
+}
+
+// --- admission ---------------------------------------------------------------------------------------
+
+Policy::Kind* Policy::KindOf(const Work& work, Micros now) {
+  if (kinds_.size() > kMaxKinds) {
+    for (auto it = kinds_.begin(); it != kinds_.end();) it = it->second.held ? std::next(it) : kinds_.erase(it);
+  }
+  auto [found, is_new] = kinds_.try_emplace(work.kind);
+  Kind& kind = found->second;
+  if (is_new) {
+    kind.at.assign(work.units.size() + 1, 0);
+  } else {
+    kind.gap += kFollow * (static_cast<double>(now - kind.last_arrival) - kind.gap);
+  }
+  kind.last_arrival = now;
+  if (is_new || ++kind.age >= kEstimatesAge) {
+    kind.age = 0;
+    kind.remaining_us.assign(work.units.size() + 1, 0);
+    for (size_t i = work.units.size(); i-- > 0;) {
+      const Unit& u = work.units[i];
+      kind.remaining_us[i] = kind.remaining_us[i + 1] + estimates_->Of(u.shape, 1, u.cost_us);
+    }
+  }
+  return &kind;
+}
+
+// Work done per busy microsecond, in microseconds that it would take alone: how much coalescing and lanes gain.
+double Policy::Rate() const { return lone_busy_us_ > 1000 ? std::max(lone_us_ / lone_busy_us_, 0.1) : 1; }
+
+double Policy::backlog_us() const {
+  double sum = 0;
+  for (const auto& [id, e] : entries_) sum += Remaining(e);
+  return sum;
+}
+
+// Why a request cannot meet its deadline behind those that go first, or "".
+std::string Policy::Inadmissible(const Tenant& tenant, const Kind& kind, Micros deadline, Micros now) const {
+  if (deadline == kNever) return "";
+  double ahead = 0;
+  for (const auto& [id, e] : entries_) {
+    bool first = e.best_effort != tenant.options.best_effort ? tenant.options.best_effort : e.deadline <= deadline;
+    if (first) ahead += Remaining(e);
+  }
+  double own = kind.remaining_us[0], wait = ahead / Rate();
+  if (static_cast<double>(deadline - now) >= wait + own) return "";
+  return "A request of tenant '" + tenant.name +
+         "' cannot meet its deadline: " + Milliseconds(static_cast<double>(std::max<Micros>(deadline - now, 0))) +
+         " are left, about " + Milliseconds(wait) + " of work go first and its own takes " + Milliseconds(own) + ".";
+}
+
+Policy::Verdict Policy::Admit(uint64_t id, const std::string& name, std::shared_ptr<const Work> work, Micros deadline,
+                              Micros now) {
+  if (entries_.size() >= static_cast<size_t>(options_.max_instances)) return {Verdict::kFull, ""};
+  Tenant* tenant = TenantOf(name);
+  ++tenant->stats.requests;
+  if (deadline == kNever && tenant->options.slo > 0) deadline = now + tenant->options.slo;
+  Kind* kind = KindOf(*work, now);
+  std::string why = Inadmissible(*tenant, *kind, deadline, now);
+  bool waits = tenant->in_flight >= Limit(*tenant);
+  if (why.empty() && waits && tenant->options.max_queue > 0 &&
+      tenant->queue.size() >= static_cast<size_t>(tenant->options.max_queue)) {
+    why = "Tenant '" + name + "' has " + std::to_string(tenant->in_flight) + " requests in flight and " +
+          std::to_string(tenant->queue.size()) + " in its queue, which is full; send fewer at a time.";
+  }
+  if (!why.empty()) {
+    ++tenant->stats.outcomes[static_cast<size_t>(Outcome::kRejected)];
+    return {Verdict::kRejected, why};
+  }
+  Entry& e = entries_[id];
+  e.id = id;
+  e.tenant = tenant;
+  e.work = std::move(work);
+  e.kind = kind;
+  e.arrival = now;
+  e.deadline = deadline;
+  e.best_effort = tenant->options.best_effort;
+  held_latency_ += !e.best_effort;
+  ++kind->held;
+  if (waits) {
+    tenant->queue.push_back(id);
+  } else {
+    Activate(&e, now);
+  }
+  return {Verdict::kHeld, ""};
+}
+
+void Policy::Activate(Entry* e, Micros now) {
+  if (e->tenant->in_flight++ == 0) {
+    // Time that a tenant did not ask for is not owed to it later.
+    double least = INFINITY;
+    for (const auto& [name, t] : tenants_) {
+      if (t.in_flight > 0 && &t != e->tenant) least = std::min(least, t.used);
+    }
+    if (std::isfinite(least)) e->tenant->used = std::max(e->tenant->used, least);
+  }
+  ++e->kind->at[0];
+  MakeReady(e, now);
+}
+
+void Policy::PromoteQueued(Tenant* tenant, Micros now) {
+  while (!tenant->queue.empty() && tenant->in_flight < Limit(*tenant)) {
+    uint64_t id = tenant->queue.front();
+    tenant->queue.pop_front();
+    Activate(&entries_.at(id), now);
+  }
+}
+
+// --- the ready lists -----------------------------------------------------------------------------------
+
+void Policy::MakeReady(Entry* e, Micros now) {
+  std::vector<Entry*>& list = ready_[e->work->units[e->next].cluster];
+  e->state = State::kReady;
+  e->ready_since = now;
+  e->place = list.size();
+  list.push_back(e);
+  ready_latency_ += !e->best_effort;
+}
+
+void Policy::TakeFromList(Entry* e) {
+  auto found = ready_.find(e->work->units[e->next].cluster);
+  std::vector<Entry*>& list = found->second;
+  list[e->place] = list.back();
+  list[e->place]->place = e->place;
+  list.pop_back();
+  if (list.empty()) ready_.erase(found);
+  ready_latency_ -= !e->best_effort;
+}
+
+bool Policy::Waiting(uint64_t id) const {
+  auto found = entries_.find(id);
+  return found != entries_.end() && found->second.state != State::kUnderWay;
+}
+
+bool Policy::Advance(uint64_t id, Micros now) {
+  Entry& e = entries_.at(id);
+  --e.kind->at[e.next];
+  ++e.next;
+  ++e.kind->at[e.next];
+  if (e.next == e.work->units.size()) return false;
+  MakeReady(&e, now);
+  return true;
+}
+
+void Policy::Remove(uint64_t id, Outcome outcome, Micros now) {
+  auto found = entries_.find(id);
+  if (found == entries_.end()) return;
+  Entry& e = found->second;
+  Tenant* tenant = e.tenant;
+  TenantStats& stats = tenant->stats;
+  ++stats.outcomes[static_cast<size_t>(outcome)];
+  if (outcome == Outcome::kCompleted) {
+    double ms = static_cast<double>(now - e.arrival) / 1000;
+    size_t bucket = 0;
+    while (bucket < TenantStats::kBoundsMs.size() && ms > TenantStats::kBoundsMs[bucket]) ++bucket;
+    ++stats.latency_counts[bucket];
+    stats.latency_sum_ms += ms;
+    stats.missed_deadline += now > e.deadline;
+  }
+  --e.kind->held;
+  held_latency_ -= !e.best_effort;
+  if (e.state == State::kQueued) {
+    tenant->queue.erase(std::find(tenant->queue.begin(), tenant->queue.end(), id));
+  } else {
+    if (e.state == State::kReady) TakeFromList(&e);
+    --e.kind->at[e.next];
+    --tenant->in_flight;
+  }
+  entries_.erase(found);
+  PromoteQueued(tenant, now);
+}
+
+// --- choosing --------------------------------------------------------------------------------------------
+
+Micros Policy::LatestStart(const Entry& e) const { return Plus(e.deadline, -kMargin * Remaining(e)); }
+
+// Whether a request that could share the unit is likely to be there before `until`: one of the same kind that is a
+// little behind, or one that is yet to come.
+bool Policy::CompanyExpected(const Entry& e, Micros until) const {
+  for (size_t back = 1; back <= std::min(e.next, kLookBack); ++back) {
+    if (e.kind->at[e.next - back] > 0) return true;
+  }
+  double next_arrival = static_cast<double>(e.kind->last_arrival) + e.kind->gap;
+  return e.next == 0 && next_arrival < static_cast<double>(until);
+}
+
+// When an entry is to be issued though it could have more company.
+Micros Policy::DueAt(const Entry& e, bool full) const {
+  Micros until = std::min(e.ready_since + std::max<Micros>(options_.max_wait - e.waited, 0), LatestStart(e));
+  return full || !CompanyExpected(e, until) ? e.ready_since : until;
+}
+
+bool Policy::Better(const Candidate& a, const Candidate& b) const {
+  if (!b.leader) return true;
+  if (a.best_effort != b.best_effort) return b.best_effort;
+  if (a.urgent != b.urgent) return a.urgent;
+  if (a.urgent && a.latest_start != b.latest_start) return a.latest_start < b.latest_start;
+  if (a.used != b.used) return a.used < b.used;
+  return a.leader->id < b.leader->id;
+}
+
+bool Policy::Next(LaneKind lane, Micros now, Superkernel* out, Micros* wake) {
+  *wake = kNever;
+  // On a lane that takes all, best effort runs one superkernel at a time, and only when no latency tenant waits.
+  bool may_fill = lane == LaneKind::kBestEffort || (lane == LaneKind::kAny && ready_latency_ == 0 &&
+                                                    (best_effort_under_way_ == 0 || held_latency_ == 0));
+  Candidate best;
+  for (auto& [cluster, list] : ready_) {
+    Candidate c;
+    Micros due_at = kNever;
+    bool full = list.size() >= static_cast<size_t>(options_.max_pack);
+    for (Entry* e : list) {
+      if (e->best_effort ? !may_fill : lane == LaneKind::kBestEffort) continue;
+      due_at = std::min(due_at, DueAt(*e, full));
+      Candidate mine{cluster, e->best_effort, LatestStart(*e) <= now, LatestStart(*e), e->tenant->used, e};
+      if (Better(mine, c)) c = mine;
+    }
+    if (!c.leader) continue;
+    if (due_at > now) {
+      *wake = std::min(*wake, due_at);
+    } else if (Better(c, best)) {
+      best = c;
+    }
+  }
+  if (!best.leader) return false;
+  Fill(best, now, out);
+  return true;
+}
+
+void Policy::AddPart(const Entry& e, Superkernel* out) const {
+  const Unit& u = e.work->units[e.next];
+  auto found = std::find_if(out->parts.begin(), out->parts.end(),
+                            [&](const Superkernel::Part& p) { return p.shape == u.shape; });
+  if (found == out->parts.end()) found = out->parts.insert(found, {u.shape, 0, u.cost_us});
+  out->known = out->known && estimates_->Known(u.shape);
+  out->estimate_us -= found->count ? estimates_->Of(u.shape, found->count, u.cost_us) : 0;
+  ++found->count;
+  out->estimate_us += estimates_->Of(u.shape, found->count, u.cost_us);
+}
+
+// The leader, then all that are ready in its cluster, while there is room: latency tenants first, the most urgent
+// first.  Best effort joins a latency tenant only within its slack.  A throttled tenant's requests keep to themselves.
+void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
+  *out = {};
+  out->best_effort = chosen.best_effort;
+  std::vector<Entry*> order = ready_.at(chosen.cluster);
+  Entry* leader = chosen.leader;
+  std::sort(order.begin(), order.end(), [&](const Entry* a, const Entry* b) {
+    if (a == leader || b == leader) return a == leader && b != leader;
+    bool x = a->best_effort, y = b->best_effort;
+    if (x != y) return y;
+    Micros s = LatestStart(*a), t = LatestStart(*b);
+    return s != t ? s < t : a->id < b->id;
+  });
+  std::map<Tenant*, double> lone;
+  double lone_sum = 0;
+  Micros least_latest = kNever;  // of the latency tenants in it
+  for (Entry* e : order) {
+    if (out->members.size() == static_cast<size_t>(options_.max_pack)) break;
+    Tenant* tenant = e->tenant;
+    bool alone = tenant->throttled || leader->tenant->throttled;
+    if (alone && tenant != leader->tenant) continue;
+    if (e->best_effort && !chosen.best_effort && Plus(now, out->estimate_us) > least_latest) continue;
+    if (!e->best_effort) least_latest = std::min(least_latest, LatestStart(*e));
+    out->members.push_back(e->id);
+    AddPart(*e, out);
+    double us = std::max(Remaining(*e) - e->kind->remaining_us[e->next + 1], 1e-3);
+    lone[tenant] += us;
+    lone_sum += us;
+    e->waited += now - e->ready_since;
+    TakeFromList(e);
+    e->state = State::kUnderWay;
+  }
+  out->steps = out->members.size();
+  for (const auto& [tenant, us] : lone) {
+    out->shares.emplace_back(tenant->name, us / lone_sum);
+    Charge(tenant, out->estimate_us * us / lone_sum);
+  }
+  out->lone_us = lone_sum;
+  Busy(now);
+  ++under_way_;
+  best_effort_under_way_ += chosen.best_effort;
+}
+
+// --- measuring -------------------------------------------------------------------------------------------
+
+// Adds the time since the last call when a superkernel was under way.
+void Policy::Busy(Micros now) {
+  if (under_way_ > 0) {
+    double us = static_cast<double>(now - busy_since_);
+    stats_.busy_us += us;
+    lone_busy_us_ += us;
+  }
+  busy_since_ = now;
+}
+
+const DeviceStats& Policy::device_stats(Micros now) {
+  Busy(now);
+  return stats_;
+}
+
+void Policy::Finished(const Superkernel& s, double us, Micros now) {
+  Busy(now);
+  --under_way_;
+  best_effort_under_way_ -= s.best_effort;
+  ++stats_.superkernels;
+  stats_.steps += static_cast<int64_t>(s.steps);
+  lone_us_ += s.lone_us;
+  if (lone_busy_us_ > kRateWindowUs) lone_us_ /= 2, lone_busy_us_ /= 2;
+  double ratio = s.estimate_us > 0 ? us / s.estimate_us : 1;
+  double capped = std::min(ratio, kLargestRatio);  // one hiccup says little
+  if (s.known) ratio_ += kFollow / 4 * (capped - ratio_);
+  for (const auto& [name, share] : s.shares) {
+    auto found = tenants_.find(name);
+    if (found == tenants_.end()) continue;
+    found->second.stats.device_us += us * share;
+    Charge(&found->second, (us - s.estimate_us) * share);
+    if (s.known) Drift(&found->second, capped);
+    PromoteQueued(&found->second, now);  // its limit may have changed
+  }
+  for (const Superkernel::Part& p : s.parts) {
+    estimates_->Measured(p.shape, p.count, ratio * estimates_->Of(p.shape, p.count, p.cost_us));
+  }
+}
+
+}  // namespace tf_stitch

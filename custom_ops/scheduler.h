@@ -1,0 +1,222 @@
+// Which steps of which requests share the next superkernel: the policy, apart from threads and devices.
+//
+// A request runs a program: units, in order.  Units of one cluster may share a launch.  A superkernel takes the next
+// unit of several requests.  The policy sees time only as a number that its caller gives, so tests run it on a virtual
+// clock.  Not thread-safe: its owner (coalescer.h) holds a lock.
+//
+// How it decides.  A unit is due when nothing is to be gained by waiting, or waiting costs too much: its superkernel is
+// full, no company is on its way, the request has used up what it may wait in all, or its slack is gone (slack =
+// deadline - now - estimated remaining time, with a margin).  Of the due clusters, those of latency-critical tenants
+// come before best effort; then those without slack, earliest latest start first; then the one whose tenant has had
+// the least device time for its weight.  Whoever is ready in the chosen cluster joins.
+#ifndef TF_STITCH_CUSTOM_OPS_SCHEDULER_H_
+#define TF_STITCH_CUSTOM_OPS_SCHEDULER_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "estimates.h"
+
+namespace tf_stitch {
+
+using Micros = int64_t;
+constexpr Micros kNever = INT64_MAX;
+
+// What a superkernel takes of one request.
+struct Unit {
+  uint64_t cluster;  // units of equal clusters may share a launch
+  uint64_t shape;    // units of equal shapes take equal time
+  double cost_us;    // a cost model's guess of that time
+};
+
+// The units of a program at one set of sizes; requests share it.
+struct Work {
+  std::vector<Unit> units;
+  uint64_t kind = 0;  // equal for equal lists of units
+
+  void SetKind();  // from the units
+};
+
+struct TenantOptions {
+  Micros slo = 0;  // 0: no deadline but the request's own
+  bool best_effort = false;
+  double weight = 1;
+  int max_in_flight = 0, max_queue = 0;  // 0: no limit
+};
+
+struct PolicyOptions {
+  Micros max_wait = 100;  // what a request may wait for company in all
+  int max_pack = 64;      // requests in a superkernel
+  int max_instances = 4096;
+  double drift = 2;  // measured over estimated time, against all tenants', above which a tenant is throttled
+};
+
+enum class Outcome : uint8_t { kCompleted, kRejected, kCancelled, kFailed };
+
+struct TenantStats {
+  static constexpr std::array<double, 16> kBoundsMs = {0.1, 0.2, 0.5, 1,   2,   5,   10,  20,
+                                                       50,  100, 200, 500, 1e3, 2e3, 5e3, 1e4};
+  int64_t requests = 0;
+  std::array<int64_t, 4> outcomes{};  // by Outcome
+  int64_t missed_deadline = 0;
+  double device_us = 0;
+  std::array<int64_t, kBoundsMs.size() + 1> latency_counts{};
+  double latency_sum_ms = 0;
+};
+
+struct DeviceStats {
+  int64_t superkernels = 0, steps = 0;
+  double busy_us = 0;  // wall time with a superkernel under way
+};
+
+// What a lane takes: superkernels led by tenants of one priority, or any.
+enum class LaneKind : uint8_t { kAny, kLatency, kBestEffort };
+
+struct Superkernel {
+  std::vector<uint64_t> members;  // requests, the leader first
+  size_t steps = 0;
+  bool best_effort = false;  // what the leader's tenant is
+  double estimate_us = 0;
+  double lone_us = 0;  // what its steps would take one by one
+  bool known = true;   // the estimate comes from measurements
+  // (shape, how many of it, cost_us): what the estimate is made of
+  struct Part {
+    uint64_t shape;
+    int count;
+    double cost_us;
+  };
+  std::vector<Part> parts;
+  std::vector<std::pair<std::string, double>> shares;  // of the estimate, by tenant
+};
+
+class Policy {
+ public:
+  struct Verdict {
+    enum { kHeld, kRejected, kFull } kind;
+    std::string why;  // when rejected: a sentence
+  };
+
+  Policy(const PolicyOptions& options, Estimates* estimates) : options_(options), estimates_(estimates) {}
+
+  // Priorities count for requests that come later, the rest at once.
+  void SetTenant(const std::string& name, const TenantOptions& options);
+  void RemoveTenant(const std::string& name);
+
+  // Takes a request in.  `deadline` is kNever where the caller has none: then the tenant's SLO counts.  kFull: nothing
+  // was taken, come again when a request has gone.
+  Verdict Admit(uint64_t id, const std::string& tenant, std::shared_ptr<const Work> work, Micros deadline, Micros now);
+
+  // The superkernel to start now on a lane; its members are under way until Advance or Remove.  False when there is
+  // none: then *wake is when to ask again, if nothing happens before (kNever: not before something happens).
+  bool Next(LaneKind lane, Micros now, Superkernel* out, Micros* wake);
+
+  // A member's unit was run, or will be before what the member issues next.  False when it was the last one.
+  bool Advance(uint64_t id, Micros now);
+
+  // A superkernel took `us` on the device.
+  void Finished(const Superkernel& superkernel, double us, Micros now);
+
+  // A request has gone; where it was under way or waited makes no difference.
+  void Remove(uint64_t id, Outcome outcome, Micros now);
+
+  // The unit that a request is at.
+  size_t NextUnit(uint64_t id) const { return entries_.at(id).next; }
+
+  // True while the request waits, so that it may be removed at once.
+  bool Waiting(uint64_t id) const;
+
+  size_t held() const { return entries_.size(); }
+  double backlog_us() const;
+  const DeviceStats& device_stats(Micros now);
+
+  struct Tenant {
+    std::string name;
+    TenantOptions options;
+    TenantStats stats;
+    int in_flight = 0;
+    std::deque<uint64_t> queue;  // wait for in_flight to fall
+    double used = 0;             // device time over weight: who has least goes first
+    double ratio = 1;            // measured over estimated time, followed
+    int measured = 0;
+    bool throttled = false;
+    bool kept = false;  // set by SetTenant
+  };
+  const std::map<std::string, Tenant>& tenants() const { return tenants_; }
+
+ private:
+  struct Kind;
+  enum class State : uint8_t { kQueued, kReady, kUnderWay };
+  struct Entry {
+    uint64_t id;
+    Tenant* tenant;
+    std::shared_ptr<const Work> work;
+    Kind* kind;
+    Micros arrival, deadline;
+    bool best_effort = false;
+    size_t next = 0;  // unit
+    State state = State::kQueued;
+    Micros ready_since = 0, waited = 0;
+    size_t place = 0;  // in its cluster's list
+  };
+  // What requests of equal units have in common.
+  struct Kind {
+    std::vector<double> remaining_us;  // from unit i to the end; one more entry than units
+    int age = 0;                       // requests since remaining_us was computed
+    std::vector<int> at;               // requests, neither queued nor gone, by their next unit
+    int held = 0;
+    Micros last_arrival = 0;
+    double gap = 1e12;  // between arrivals, followed
+  };
+  struct Candidate {
+    uint64_t cluster = 0;
+    bool best_effort = false, urgent = false;
+    Micros latest_start = kNever;
+    double used = 0;
+    Entry* leader = nullptr;
+  };
+
+  Tenant* TenantOf(const std::string& name);
+  Kind* KindOf(const Work& work, Micros now);
+  double Remaining(const Entry& e) const { return e.kind->remaining_us[e.next]; }
+  Micros LatestStart(const Entry& e) const;
+  std::string Inadmissible(const Tenant& tenant, const Kind& kind, Micros deadline, Micros now) const;
+  int Limit(const Tenant& tenant) const;
+  void Activate(Entry* e, Micros now);
+  void MakeReady(Entry* e, Micros now);
+  void TakeFromList(Entry* e);
+  bool CompanyExpected(const Entry& e, Micros until) const;
+  Micros DueAt(const Entry& e, bool full) const;
+  bool Better(const Candidate& a, const Candidate& b) const;
+  void Fill(const Candidate& chosen, Micros now, Superkernel* out);
+  void AddPart(const Entry& e, Superkernel* out) const;
+  void Charge(Tenant* tenant, double us);
+  void Drift(Tenant* tenant, double ratio);
+  void PromoteQueued(Tenant* tenant, Micros now);
+  void Busy(Micros now);
+  double Rate() const;
+
+  const PolicyOptions options_;
+  Estimates* const estimates_;
+  std::map<std::string, Tenant> tenants_;
+  std::unordered_map<uint64_t, Entry> entries_;
+  std::unordered_map<uint64_t, std::vector<Entry*>> ready_;  // by cluster
+  std::unordered_map<uint64_t, Kind> kinds_;
+  size_t held_latency_ = 0, ready_latency_ = 0;  // requests of latency tenants
+  double ratio_ = 1;                             // measured over estimated time of all superkernels, followed
+  int under_way_ = 0;                            // superkernels
+  int best_effort_under_way_ = 0;
+  Micros busy_since_ = 0;
+  double lone_us_ = 0, lone_busy_us_ = 0;  // recent work, as alone, and the busy time that it took: decays
+  DeviceStats stats_;
+};
+
+}  // namespace tf_stitch
+
+#endif  // TF_STITCH_CUSTOM_OPS_SCHEDULER_H_

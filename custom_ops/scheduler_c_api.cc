@@ -1,0 +1,332 @@
+#include "scheduler_c_api.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "coalescing.h"
+#include "flat_json.h"
+
+namespace tf_stitch {
+namespace {
+
+// What a value of an options object may be.
+struct Field {
+  double least;
+  std::function<void(double)> set;
+};
+
+// Reads an options object; "" or a sentence.
+std::string ReadOptions(const char* json, const std::map<std::string, Field>& fields,
+                        const std::map<std::string, std::function<bool(const std::string&)>>& texts) {
+  FlatJson values;
+  std::string error = values.Parse(json ? json : "");
+  if (!error.empty()) return "The options cannot be read: " + error + ".";
+  for (const auto& [name, value] : values.numbers()) {
+    auto field = fields.find(name);
+    if (field == fields.end()) return "There is no numeric option '" + name + "'.";
+    if (value < field->second.least || value > 1e15) return "Option '" + name + "' is out of range.";
+    field->second.set(value);
+  }
+  for (const auto& [name, value] : values.strings()) {
+    auto text = texts.find(name);
+    if (text == texts.end()) return "There is no option '" + name + "' that is a string.";
+    if (!text->second(value)) return "Option '" + name + "' cannot be '" + value + "'.";
+  }
+  return "";
+}
+
+template <class T>
+std::function<void(double)> Into(T* target, double scale = 1) {
+  return [target, scale](double value) { *target = static_cast<T>(value * scale); };
+}
+
+std::string ReadSettings(const char* json, CoalescingOptions* out, std::string* estimates) {
+  PolicyOptions& policy = out->coalescer.policy;
+  return ReadOptions(json,
+                     {{"look_ahead_us", {1, Into(&out->coalescer.look_ahead)}},
+                      {"max_wait_us", {0, Into(&policy.max_wait)}},
+                      {"max_pack", {1, Into(&policy.max_pack)}},
+                      {"max_instances", {1, Into(&policy.max_instances)}},
+                      {"drift", {1, Into(&policy.drift)}},
+                      {"workers", {0, Into(&out->workers)}},
+                      {"lanes", {1, Into(&out->lanes)}}},
+                     {{"estimates", [estimates](const std::string& s) { return *estimates = s, true; }}});
+}
+
+std::string ReadTenant(const char* json, TenantOptions* out) {
+  auto priority = [out](const std::string& s) {
+    out->best_effort = s == "best_effort";
+    return out->best_effort || s == "latency";
+  };
+  return ReadOptions(json,
+                     {{"slo_ms", {0, Into(&out->slo, 1000)}},
+                      {"weight", {1e-6, Into(&out->weight)}},
+                      {"max_in_flight", {0, Into(&out->max_in_flight)}},
+                      {"max_queue", {0, Into(&out->max_queue)}}},
+                     {{"priority", priority}});
+}
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+// Written beside the target and renamed, so that a reader finds a whole file.
+std::string WriteFile(const std::string& path, const std::string& text) {
+  std::string beside = path + ".new";
+  std::ofstream file(beside, std::ios::binary);
+  file << text;
+  file.close();
+  if (!file || rename(beside.c_str(), path.c_str())) return "The file '" + path + "' cannot be written.";
+  return "";
+}
+
+void Add(const TenantStats& from, TenantStats* to) {
+  to->requests += from.requests;
+  for (size_t i = 0; i < from.outcomes.size(); ++i) to->outcomes[i] += from.outcomes[i];
+  to->missed_deadline += from.missed_deadline;
+  to->device_us += from.device_us;
+  for (size_t i = 0; i < from.latency_counts.size(); ++i) to->latency_counts[i] += from.latency_counts[i];
+  to->latency_sum_ms += from.latency_sum_ms;
+}
+
+std::string Number(double value) {
+  char text[40];
+  snprintf(text, sizeof text, "%.10g", value);
+  return text;
+}
+
+// One tenant's figures, over all devices.
+struct TenantReport {
+  TenantOptions options;
+  TenantStats stats;
+  int64_t in_flight = 0, queued = 0;
+  bool throttled = false;
+  double drift = 1;
+};
+
+std::string Json(const TenantReport& t) {
+  auto count = [](int64_t n) { return std::to_string(n); };
+  auto outcome = [&](Outcome o) { return count(t.stats.outcomes[static_cast<size_t>(o)]); };
+  std::string bounds, counts;
+  for (double b : TenantStats::kBoundsMs) bounds += (bounds.empty() ? "" : ", ") + Number(b);
+  for (int64_t n : t.stats.latency_counts) counts += (counts.empty() ? "" : ", ") + count(n);
+  return std::string("{\"priority\": ") + (t.options.best_effort ? "\"best_effort\"" : "\"latency\"") +
+         ", \"slo_ms\": " + Number(static_cast<double>(t.options.slo) / 1000) +
+         ", \"throttled\": " + (t.throttled ? "true" : "false") + ", \"requests\": " + count(t.stats.requests) +
+         ", \"completed\": " + outcome(Outcome::kCompleted) + ", \"rejected\": " + outcome(Outcome::kRejected) +
+         ", \"cancelled\": " + outcome(Outcome::kCancelled) + ", \"failed\": " + outcome(Outcome::kFailed) +
+         ", \"missed_deadline\": " + count(t.stats.missed_deadline) + ", \"in_flight\": " + count(t.in_flight) +
+         ", \"queued\": " + count(t.queued) + ", \"device_us\": " + Number(t.stats.device_us) +
+         ", \"drift\": " + Number(t.drift) + ", \"latency_ms\": {\"bounds\": [" + bounds + "], \"counts\": [" + counts +
+         "], \"sum\": " + Number(t.stats.latency_sum_ms) + ", \"count\": " + outcome(Outcome::kCompleted) + "}}";
+}
+
+std::string Json(const Coalescer::Stats& s) {
+  auto per = [](double a, double b) { return Number(b > 0 ? a / b : 0); };
+  auto superkernels = static_cast<double>(s.counts.superkernels), steps = static_cast<double>(s.counts.steps);
+  return "{\"name\": " + QuotedJson(s.device) + ", \"superkernels\": " + Number(superkernels) +
+         ", \"steps\": " + Number(steps) + ", \"coalescing_factor\": " + per(steps, superkernels) +
+         ", \"busy_us\": " + Number(s.counts.busy_us) +
+         ", \"busy_share\": " + per(s.counts.busy_us, static_cast<double>(s.uptime)) +
+         ", \"held\": " + std::to_string(s.held) + ", \"backlog_us\": " + Number(s.backlog_us) + "}";
+}
+
+// All coalescers and tenants.  Lives for ever: ops may run while the process ends.
+class Registry {
+ public:
+  static Registry& Get() {
+    static Registry& registry = *new Registry;
+    return registry;
+  }
+
+  bool on() const { return on_; }
+
+  std::string Enable(const char* json) {
+    CoalescingOptions options;
+    std::string file, error = ReadSettings(json, &options, &file);
+    if (!error.empty()) return error;
+    std::string known = file.empty() ? "" : ReadFile(file);
+    error = Estimates().Load(known);
+    if (!error.empty()) return "The measured times in '" + file + "' cannot be read: " + error + ".";
+    std::lock_guard<std::mutex> switching(switching_);
+    error = StopAll();
+    std::lock_guard<std::mutex> lock(mu_);
+    options_ = options;
+    estimates_file_ = file;
+    estimates_ = known;
+    on_ = true;
+    return error;
+  }
+
+  std::string Disable() {
+    std::lock_guard<std::mutex> switching(switching_);
+    return StopAll();
+  }
+
+  std::shared_ptr<Coalescer> Of(const void* key, const MakeDevice& make) {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!on_) return nullptr;
+    std::shared_ptr<Coalescer>& coalescer = coalescers_[key];
+    if (!coalescer) {
+      coalescer = std::make_shared<Coalescer>(options_.coalescer, make(options_), estimates_);
+      for (const auto& [name, options] : tenants_) coalescer->SetTenant(name, options);
+    }
+    return coalescer;
+  }
+
+  std::string SetTenant(const char* name, const char* json) {
+    if (!name || !*name) return "A tenant needs a name.";
+    TenantOptions options;
+    std::string error = ReadTenant(json, &options);
+    if (!error.empty()) return error;
+    std::lock_guard<std::mutex> lock(mu_);
+    tenants_[name] = options;
+    for (auto& [key, coalescer] : coalescers_) coalescer->SetTenant(name, options);
+    return "";
+  }
+
+  std::string RemoveTenant(const char* name) {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!name || !tenants_.erase(name)) return std::string("There is no tenant '") + (name ? name : "") + "'.";
+    for (auto& [key, coalescer] : coalescers_) coalescer->RemoveTenant(name);
+    retired_.erase(name);
+    return "";
+  }
+
+  bool Drain(Micros timeout) {
+    Micros end = timeout == kNever ? kNever : NowMicros() + timeout;
+    for (auto& coalescer : All()) {
+      if (!coalescer->Drain(end == kNever ? kNever : std::max<Micros>(end - NowMicros(), 0))) return false;
+    }
+    return true;
+  }
+
+  std::string Stats() {
+    std::lock_guard<std::mutex> lock(mu_);
+    std::map<std::string, TenantReport> tenants;
+    for (const auto& [name, options] : tenants_) tenants[name].options = options;
+    for (const auto& [name, stats] : retired_) Add(stats, &tenants[name].stats);
+    std::string devices;
+    for (auto& [key, coalescer] : coalescers_) {
+      devices += (devices.empty() ? "" : ", ") + Json(coalescer->stats());
+      for (const auto& [name, t] : coalescer->tenants()) Report(t, &tenants[name]);
+    }
+    std::string all;
+    for (const auto& [name, t] : tenants) all += (all.empty() ? "" : ", ") + QuotedJson(name) + ": " + Json(t);
+    return std::string("{\"enabled\": ") + (on_ ? "true" : "false") + ", \"tenants\": {" + all + "}, \"devices\": [" +
+           devices + "]}";
+  }
+
+ private:
+  Registry() {
+    const char* value = getenv("TF_STITCH_COALESCE");
+    if (!value || !*value || !strcmp(value, "0")) return;
+    std::string error = Enable(strcmp(value, "1") ? value : "");
+    if (!error.empty()) fprintf(stderr, "tf_stitch: TF_STITCH_COALESCE is not used: %s\n", error.c_str());
+  }
+
+  static void Report(const Policy::Tenant& t, TenantReport* out) {
+    Add(t.stats, &out->stats);
+    out->in_flight += t.in_flight;
+    out->queued += static_cast<int64_t>(t.queue.size());
+    out->throttled |= t.throttled;
+    out->drift = std::max(out->drift, t.ratio);
+  }
+
+  std::vector<std::shared_ptr<Coalescer>> All() {
+    std::lock_guard<std::mutex> lock(mu_);
+    std::vector<std::shared_ptr<Coalescer>> all;
+    for (auto& [key, coalescer] : coalescers_) all.push_back(coalescer);
+    return all;
+  }
+
+  // Ends all coalescers; their figures and measured times are kept.
+  std::string StopAll() {
+    std::map<const void*, std::shared_ptr<Coalescer>> stopped;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      on_ = false;
+      stopped.swap(coalescers_);
+    }
+    Estimates all;
+    all.Load(estimates_);
+    for (auto& [key, coalescer] : stopped) {
+      coalescer->Stop();
+      all.Load(coalescer->estimates());
+      std::lock_guard<std::mutex> lock(mu_);
+      for (const auto& [name, t] : coalescer->tenants()) Add(t.stats, &retired_[name]);
+    }
+    return estimates_file_.empty() || stopped.empty() ? "" : WriteFile(estimates_file_, all.Save());
+  }
+
+  std::mutex switching_;  // one Enable or Disable at a time
+  std::mutex mu_;         // of what follows
+  std::atomic<bool> on_{false};
+  CoalescingOptions options_;
+  std::string estimates_file_, estimates_;
+  std::map<const void*, std::shared_ptr<Coalescer>> coalescers_;
+  std::map<std::string, TenantOptions> tenants_;
+  std::map<std::string, TenantStats> retired_;  // of coalescers that have stopped
+};
+
+thread_local std::string g_error;
+
+int Result(std::string error) {
+  g_error = std::move(error);
+  return g_error.empty() ? 0 : 1;
+}
+
+}  // namespace
+
+std::shared_ptr<Coalescer> CoalescerOf(const void* key, const MakeDevice& make) {
+  Registry& registry = Registry::Get();
+  return registry.on() ? registry.Of(key, make) : nullptr;
+}
+
+}  // namespace tf_stitch
+
+extern "C" {
+
+using tf_stitch::Registry;
+using tf_stitch::Result;
+
+int tfs_scheduler_enable(const char* options_json) { return Result(Registry::Get().Enable(options_json)); }
+
+void tfs_scheduler_disable(void) { Result(Registry::Get().Disable()); }
+
+int tfs_scheduler_enabled(void) { return Registry::Get().on(); }
+
+int tfs_scheduler_set_tenant(const char* name, const char* options_json) {
+  return Result(Registry::Get().SetTenant(name, options_json));
+}
+
+int tfs_scheduler_remove_tenant(const char* name) { return Result(Registry::Get().RemoveTenant(name)); }
+
+int64_t tfs_scheduler_stats_json(char* buffer, int64_t size) {
+  std::string text = Registry::Get().Stats();
+  if (buffer && size > 0) {
+    size_t length = std::min(text.size(), static_cast<size_t>(size - 1));
+    memcpy(buffer, text.data(), length);
+    buffer[length] = 0;
+  }
+  return static_cast<int64_t>(text.size() + 1);
+}
+
+int tfs_scheduler_drain(int64_t timeout_ms) {
+  bool drained = Registry::Get().Drain(timeout_ms < 0 ? tf_stitch::kNever : timeout_ms * 1000);
+  return Result(drained ? "" : "Requests are still held after " + std::to_string(timeout_ms) + " ms.");
+}
+
+const char* tfs_scheduler_last_error(void) { return tf_stitch::g_error.c_str(); }
+}
