@@ -37,6 +37,7 @@ TARGETS = {
     "tensorflow/core/platform/tensor_float_32_utils.h": f"{_CORE}/platform:tensor_float_32_utils",
     "tensorflow/core/protobuf/config.pb.h": f"{_CORE}:protos_all_cc",
     "tensorflow/core/profiler/lib/traceme.h": f"{_CORE}/profiler/lib:traceme",
+    "tensorflow/core/util/determinism.h": f"{_CORE}/util:determinism_for_kernels",
     "xla/stream_executor/stream.h": f"{_CORE}/platform:stream_executor",  # its name for XLA's repository may change
 }
 _INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+/[^>]+)>)', re.MULTILINE)

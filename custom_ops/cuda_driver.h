@@ -19,6 +19,7 @@ using Stream = struct StreamTag*;
 using Graph = struct GraphTag*;
 using GraphNode = struct GraphNodeTag*;
 using GraphExec = struct GraphExecTag*;
+using Event = struct EventTag*;
 
 constexpr Result kSuccess = 0;
 constexpr int kStaticSharedBytes = 1;        // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
@@ -53,6 +54,8 @@ struct Driver {
   Result (*CtxGetDevice)(Device*);
   Result (*CtxSynchronize)();
   Result (*DeviceGetAttribute)(int*, int, Device);
+  Result (*DeviceGetName)(char*, int, Device);
+  Result (*DriverGetVersion)(int*);
   Result (*ModuleLoadDataEx)(Module*, const void*, unsigned, int*, void**);
   Result (*ModuleUnload)(Module);
   Result (*ModuleGetFunction)(Function*, Module, const char*);
@@ -60,14 +63,23 @@ struct Driver {
   Result (*FuncSetAttribute)(Function, int, int);
   Result (*LaunchKernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
                          void**);
+  Result (*MemAlloc)(void**, size_t);
+  Result (*MemFree)(void*);
   Result (*MemcpyHtoDAsync)(void*, const void*, size_t, Stream);
   Result (*MemsetD8Async)(void*, unsigned char, size_t, Stream);
   Result (*StreamCreate)(Stream*, unsigned);
   Result (*StreamDestroy)(Stream);
+  Result (*StreamSynchronize)(Stream);
   Result (*StreamGetCtx)(Stream, Context*);
   Result (*StreamIsCapturing)(Stream, int*);
   Result (*StreamBeginCapture)(Stream, int);
   Result (*StreamEndCapture)(Stream, Graph*);
+  Result (*ThreadExchangeStreamCaptureMode)(int*);
+  Result (*EventCreate)(Event*, unsigned);
+  Result (*EventDestroy)(Event);
+  Result (*EventRecord)(Event, Stream);
+  Result (*EventSynchronize)(Event);
+  Result (*EventElapsedTime)(float*, Event, Event);
   Result (*GraphCreate)(Graph*, unsigned);
   Result (*GraphDestroy)(Graph);
   Result (*GraphAddKernelNode)(GraphNode*, Graph, const GraphNode*, size_t, const KernelNodeParams*);

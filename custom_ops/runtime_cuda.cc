@@ -90,7 +90,7 @@ std::string CudaPlan::AddLibraryStep(size_t step, bool tf32) {
                           f.broadcast_lhs,
                           f.broadcast_rhs,
                           f.bias,
-                          f.relu,
+                          f.relu ? cuda::Activation::kRelu : cuda::Activation::kNone,
                           tf32};
   std::string error;
   launches_.back().matmul = cuda::Matmul::Get(shape, &error);

@@ -12,11 +12,13 @@
 #include <utility>
 #include <vector>
 
+#include "autotune.h"
 #include "runtime_cuda.h"
 #include "stitched_node.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/platform/tensor_float_32_utils.h"
 #include "tensorflow/core/profiler/lib/traceme.h"
+#include "tensorflow/core/util/determinism.h"
 #include "xla/stream_executor/stream.h"
 
 namespace tf_stitch {
@@ -57,6 +59,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
   std::string Load(OpKernelConstruction* ctx) {
     std::string error = CheckMemory();
     if (!error.empty()) return error;
+    cuda::SetNoteHandler(&WarnOnce);
     const cuda::Driver* driver = cuda::LoadDriver(&error);
     if (!driver) return error;
     const auto* info = ctx->device()->tensorflow_accelerator_device_info();
@@ -69,6 +72,11 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
       has_float_products_ |= s.kind == Step::Kind::kLibrary && node_.program().buffers[s.buffers[0]].dtype == 1;
     }
     return code_ ? "" : error;
+  }
+
+  bool IsCaptured(cuda::Stream stream) const {
+    int status = cuda::kCaptureStatusNone;
+    return code_->driver().StreamIsCapturing(stream, &status) || status != cuda::kCaptureStatusNone;
   }
 
   bool OnHost(const Buffer& input) const { return input_memory_types()[input.index] == tensorflow::HOST_MEMORY; }
@@ -114,6 +122,8 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     tsl::profiler::TraceMe trace([this] { return "tf_stitch:" + node_.program().name; });
     std::call_once(plan->extra_once, [&] {
       cuda::ScopedContext scope(code_->driver(), code_->context());
+      cuda::NoTuning no_tuning(IsCaptured(StreamOf(ctx->op_device_context()->stream())) ||
+                               tensorflow::OpDeterminismRequired());
       plan->extra = std::make_unique<CudaPlan>(node_.program(), *plan, code_, tf32);
     });
     auto* ready = static_cast<CudaPlan*>(plan->extra.get());

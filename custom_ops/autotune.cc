@@ -1,0 +1,294 @@
+#include "autotune.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "program.h"
+
+namespace tf_stitch::cuda {
+namespace {
+
+constexpr char kHeader[] = "tf_stitch choice 1";
+constexpr float kTie = 0.97f;
+constexpr size_t kChoicesKept = 1 << 16;
+constexpr int kRepeats = 3;  // the shortest counts
+
+thread_local bool t_forbidden = false;
+
+void NoteOnStandardError(const std::string& note) { fprintf(stderr, "%s\n", note.c_str()); }
+
+std::atomic<void (*)(const std::string&)> g_note{&NoteOnStandardError};
+
+// --- timing ------------------------------------------------------------------------------------------
+
+// Lets this thread allocate and load modules while another thread captures.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver& driver) : driver_(driver) { driver_.ThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { driver_.ThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  const Driver& driver_;
+  int mode_ = kCaptureRelaxed;
+};
+
+// A stream and two events.
+struct Clock {
+  explicit Clock(const Driver& driver) : driver(driver) {
+    ok = !driver.StreamCreate(&stream, kStreamNonBlocking) && !driver.EventCreate(&start, 0) &&
+         !driver.EventCreate(&end, 0);
+  }
+  Clock(const Clock&) = delete;
+  Clock& operator=(const Clock&) = delete;
+  ~Clock() {
+    if (start) driver.EventDestroy(start);
+    if (end) driver.EventDestroy(end);
+    if (stream) driver.StreamDestroy(stream);
+  }
+
+  // Milliseconds of a run of `graph`, or -1.
+  float Time(GraphExec graph) const {
+    float ms = -1;
+    bool timed = !driver.EventRecord(start, stream) && !driver.GraphLaunch(graph, stream) &&
+                 !driver.EventRecord(end, stream) && !driver.EventSynchronize(end) &&
+                 !driver.EventElapsedTime(&ms, start, end);
+    return timed ? ms : -1;
+  }
+
+  const Driver& driver;
+  Stream stream = nullptr;
+  Event start = nullptr, end = nullptr;
+  bool ok = false;
+};
+
+// A graph of kTuningRounds rounds of one candidate; null when it cannot be captured.
+GraphExec GraphOf(const Clock& clock, int candidate, const RunCandidate& run) {
+  const Driver& driver = clock.driver;
+  // Outside of the capture first: libraries load their kernels when they are used for the first time.
+  if (!run(candidate, 0, clock.stream).empty() || driver.StreamSynchronize(clock.stream)) return nullptr;
+  if (driver.StreamBeginCapture(clock.stream, kCaptureRelaxed)) return nullptr;
+  bool ran = true;
+  for (int round = 0; round < kTuningRounds && ran; ++round) ran = run(candidate, round, clock.stream).empty();
+  Graph graph = nullptr;
+  GraphExec exec = nullptr;
+  if (driver.StreamEndCapture(clock.stream, &graph) || !ran || driver.GraphInstantiate(&exec, graph, 0)) exec = nullptr;
+  if (graph) driver.GraphDestroy(graph);
+  return exec;
+}
+
+// Milliseconds of one candidate's rounds, or -1.
+float TimeOf(const Clock& clock, int candidate, const RunCandidate& run) {
+  GraphExec graph = GraphOf(clock, candidate, run);
+  if (!graph) return -1;
+  float best = -1;
+  for (int i = 0; i < kRepeats; ++i) {
+    float ms = clock.Time(graph);
+    if (ms >= 0 && i > 0 && (best < 0 || ms < best)) best = ms;  // the first one warms up
+  }
+  clock.driver.GraphExecDestroy(graph);
+  return best;
+}
+
+// --- choices -------------------------------------------------------------------------------------------
+
+std::mutex& ChoicesMutex() {
+  static auto& mu = *new std::mutex;
+  return mu;
+}
+
+std::map<std::string, std::string>& Choices() {
+  static auto& choices = *new std::map<std::string, std::string>;
+  return choices;
+}
+
+// --- the files ---------------------------------------------------------------------------------------
+
+// As tf_stitch/backend/cache.py has it; "" when there is no place for it.
+std::string CacheFolder() {
+  if (const char* folder = getenv("TF_STITCH_CACHE"); folder && *folder) return folder;
+  if (const char* folder = getenv("XDG_CACHE_HOME"); folder && *folder) return std::string(folder) + "/tf_stitch";
+  if (const char* home = getenv("HOME"); home && *home) return std::string(home) + "/.cache/tf_stitch";
+  return "";
+}
+
+std::string PathOf(const std::string& folder, const std::string& key) {
+  uint64_t h = 1469598103934665603ull;  // FNV-1a; the file holds the key too, so that a collision is only a miss
+  for (unsigned char c : key) h = (h ^ c) * 1099511628211ull;
+  char name[32];
+  snprintf(name, sizeof name, "%016" PRIx64, h);
+  return folder + "/choices/" + name + ".txt";
+}
+
+std::string Hex(const std::string& bytes) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string out;
+  for (unsigned char c : bytes) out += {kDigits[c >> 4], kDigits[c & 15]};
+  return out;
+}
+
+bool Unhex(const std::string& hex, std::string* bytes) {
+  bytes->clear();
+  for (size_t i = 0; i + 1 < hex.size(); i += 2) {
+    char* end = nullptr;
+    char pair[3] = {hex[i], hex[i + 1], 0};
+    bytes->push_back(static_cast<char>(strtoul(pair, &end, 16)));
+    if (end != pair + 2) return false;
+  }
+  return hex.size() % 2 == 0;
+}
+
+std::string Contents(const std::string& key, const std::string& choice) {
+  std::string body = std::string(kHeader) + "\n" + key + "\n" + Hex(choice) + "\n";
+  char crc[16];
+  snprintf(crc, sizeof crc, "%08x\n", Crc32(body));
+  return body + crc;
+}
+
+// Writes beside `path` and renames, so that no reader sees half a file.
+bool WriteFile(const std::string& path, const std::string& contents) {
+  static std::atomic<int> count{0};
+  std::string fresh = path + "." + std::to_string(getpid()) + "." + std::to_string(count++);
+  {
+    std::ofstream file(fresh, std::ios::binary);
+    file << contents;
+    if (!file.flush()) {
+      unlink(fresh.c_str());
+      return false;
+    }
+  }
+  if (rename(fresh.c_str(), path.c_str()) == 0) return true;
+  unlink(fresh.c_str());
+  return false;
+}
+
+bool MakeFolders(const std::string& path) {
+  for (size_t at = path.find('/', 1); at != std::string::npos; at = path.find('/', at + 1)) {
+    mkdir(path.substr(0, at).c_str(), 0777);
+  }
+  struct stat info;
+  return mkdir(path.c_str(), 0777) == 0 || (stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode));
+}
+
+}  // namespace
+
+bool TuningAllowed() {
+  static const bool enabled = [] {
+    const char* value = getenv("TF_STITCH_AUTOTUNE");
+    return value && strcmp(value, "1") == 0;
+  }();
+  return enabled && !t_forbidden;
+}
+
+NoTuning::NoTuning(bool forbid) : before_(t_forbidden) { t_forbidden = before_ || forbid; }
+NoTuning::~NoTuning() { t_forbidden = before_; }
+
+Scratch::Scratch(const Driver& driver, size_t bytes) : driver_(driver) {
+  RelaxedCapture relaxed(driver);
+  void* memory = nullptr;
+  if (driver.MemAlloc(&memory, bytes ? bytes : 1)) return;
+  memory_ = static_cast<char*>(memory);
+  if (driver.MemsetD8Async(memory, 0, bytes, nullptr) || driver.StreamSynchronize(nullptr)) {
+    driver.MemFree(memory);
+    memory_ = nullptr;
+  }
+}
+
+Scratch::~Scratch() {
+  RelaxedCapture relaxed(driver_);
+  if (memory_) driver_.MemFree(memory_);
+}
+
+int Fastest(const Driver& driver, int count, const RunCandidate& run, double milliseconds) {
+  using std::chrono::steady_clock;
+  static auto& mu = *new std::mutex;  // measurements at the same time would disturb each other
+  std::lock_guard<std::mutex> lock(mu);
+  RelaxedCapture relaxed(driver);
+  Clock clock(driver);
+  if (!clock.ok) return -1;
+  const auto end = steady_clock::now() + std::chrono::duration<double, std::milli>(milliseconds);
+  int best = -1;
+  float best_ms = 0;
+  for (int i = 0; i < count && (i == 0 || steady_clock::now() < end); ++i) {
+    float ms = TimeOf(clock, i, run);
+    if (ms < 0 || (best >= 0 && ms >= best_ms * kTie)) continue;
+    best = i;
+    best_ms = ms;
+  }
+  return best;
+}
+
+int64_t SizeClass(int64_t size) {
+  if (size <= 16) return size;
+  int64_t up = 32;
+  while (up < size && up < INT64_MAX / 2) up *= 2;
+  return up;
+}
+
+std::optional<std::string> ReadChoice(const std::string& key) {
+  {
+    std::lock_guard<std::mutex> lock(ChoicesMutex());
+    auto found = Choices().find(key);
+    if (found != Choices().end()) return found->second;
+  }
+  std::string folder = CacheFolder();
+  if (folder.empty()) return std::nullopt;
+  std::string path = PathOf(folder, key);
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return std::nullopt;
+  std::stringstream all;
+  all << file.rdbuf();
+  std::istringstream lines(all.str());
+  std::string header, stored_key, hex, choice;
+  std::getline(lines, header);
+  std::getline(lines, stored_key);
+  std::getline(lines, hex);
+  if (!Unhex(hex, &choice) || header != kHeader || Contents(stored_key, choice) != all.str()) {
+    Note("tf_stitch: " + path + " is damaged and not used; it is measured again.");
+    return std::nullopt;
+  }
+  if (stored_key != key) return std::nullopt;
+  return choice;
+}
+
+void WriteChoice(const std::string& key, const std::string& choice) {
+  {
+    std::lock_guard<std::mutex> lock(ChoicesMutex());
+    if (Choices().size() < kChoicesKept) Choices()[key] = choice;
+  }
+  std::string folder = CacheFolder();
+  if (!folder.empty() && MakeFolders(folder + "/choices") && WriteFile(PathOf(folder, key), Contents(key, choice))) {
+    return;
+  }
+  Note("tf_stitch: the folder '" + folder + "' cannot be written, so that the algorithms of library calls are chosen " +
+       "anew by every process; set TF_STITCH_CACHE to a folder that can be written.");
+}
+
+std::string DeviceKey(const Driver& driver) {
+  Device device = 0;
+  char name[128] = "";
+  int version = 0;
+  driver.CtxGetDevice(&device);
+  driver.DeviceGetName(name, sizeof name, device);
+  driver.DriverGetVersion(&version);
+  return std::string(name) + ", driver " + std::to_string(version);
+}
+
+void SetNoteHandler(void (*handler)(const std::string&)) { g_note = handler; }
+void Note(const std::string& note) { g_note.load()(note); }
+
+}  // namespace tf_stitch::cuda

@@ -1,0 +1,306 @@
+#include "cublas_batched.h"
+
+#include <dlfcn.h>
+
+#include <climits>
+#include <list>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "autotune.h"
+
+namespace tf_stitch::cuda {
+namespace {
+
+// Opaque handle and enums of cublas_api.h.
+using Handle = void*;
+using Status = int;
+
+constexpr int kOpN = 0, kOpT = 1;
+constexpr int kCompute32F = 68, kCompute64F = 70, kComputeFastTf32 = 77;
+constexpr int kAlgoDefault = -1;
+constexpr size_t kWorkspace = size_t{32} << 20;
+constexpr size_t kBatchesKept = 1024;
+
+struct Api {
+  Status (*Create)(Handle*);
+  Status (*SetStream)(Handle, Stream);
+  Status (*SetWorkspace)(Handle, void*, size_t);
+  Status (*GetVersion)(Handle, int*);
+  Status (*Batched)(Handle, int, int, int, int, int, const void*, const void* const*, int, int, const void* const*, int,
+                    int, const void*, void* const*, int, int, int, int, int);
+  // null before CUDA 12.5
+  Status (*Grouped)(Handle, const int*, const int*, const int*, const int*, const int*, const void*, const void* const*,
+                    int, const int*, const void* const*, int, const int*, const void*, void* const*, int, const int*,
+                    int, const int*, int);
+};
+
+struct Library {
+  Api api{};
+  std::string error;
+};
+
+Library LoadLibrary() {
+  Library out;
+  void* handle = nullptr;
+  for (const char* name : {"libcublas.so.13", "libcublas.so.12"}) {
+    // One that TensorFlow has loaded already comes first, whatever the search path says.
+    if (!handle) handle = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+  }
+  for (const char* name : {"libcublas.so.12", "libcublas.so.13"}) {
+    if (!handle) handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+  }
+  if (!handle) {
+    out.error = "libcublas.so.12 cannot be loaded; install tensorflow[and-cuda]";
+    return out;
+  }
+  auto find = [&](const char* name, auto* fn) {
+    *fn = reinterpret_cast<std::remove_pointer_t<decltype(fn)>>(dlsym(handle, name));
+    return *fn != nullptr;
+  };
+  auto need = [&](const char* name, auto* fn) {
+    if (!find(name, fn) && out.error.empty()) out.error = std::string("libcublas has no ") + name;
+  };
+  need("cublasCreate_v2", &out.api.Create);
+  need("cublasSetStream_v2", &out.api.SetStream);
+  need("cublasSetWorkspace_v2", &out.api.SetWorkspace);
+  need("cublasGetVersion_v2", &out.api.GetVersion);
+  need("cublasGemmBatchedEx", &out.api.Batched);
+  find("cublasGemmGroupedBatchedEx", &out.api.Grouped);
+  return out;
+}
+
+const Api* LoadApi(std::string* error) {
+  static const Library& library = *new Library(LoadLibrary());
+  if (library.error.empty()) return &library.api;
+  *error = library.error;
+  return nullptr;
+}
+
+std::string Failed(Status status, const char* doing) {
+  return "cuBLAS status " + std::to_string(status) + " while " + doing;
+}
+
+// cuBLAS's handle for one device.  It holds a stream and a workspace, so that one thread at a time may use it.
+class Session {
+ public:
+  // Null with the reason in `error`.
+  static Session* OfCurrentDevice(std::string* error) {
+    static auto& mu = *new std::mutex;
+    static auto& sessions = *new std::map<Device, Session>;
+    const Api* api = LoadApi(error);
+    if (!api) return nullptr;
+    Device device = 0;
+    LoadDriver(nullptr)->CtxGetDevice(&device);
+    std::lock_guard<std::mutex> lock(mu);
+    Session& session = sessions[device];
+    session.api_ = api;
+    if (!session.handle_) {
+      Status status = api->Create(&session.handle_);
+      if (status) {
+        session.handle_ = nullptr;
+        *error = Failed(status, "making a handle");
+        return nullptr;
+      }
+    }
+    return &session;
+  }
+
+  const Api& api() const { return *api_; }
+
+  int Version() const {
+    int version = 0;
+    api_->GetVersion(handle_, &version);
+    return version;
+  }
+
+  // Makes `call` on a stream with a workspace of kWorkspace bytes.
+  template <class Call>
+  Status With(Stream stream, void* workspace, const Call& call) {
+    std::lock_guard<std::mutex> lock(mu_);
+    Status status = api_->SetStream(handle_, stream);  // this takes the workspace away
+    if (!status) status = api_->SetWorkspace(handle_, workspace, kWorkspace);
+    return status ? status : call(handle_);
+  }
+
+ private:
+  const Api* api_ = nullptr;
+  Handle handle_ = nullptr;
+  std::mutex mu_;
+};
+
+// cudaDataType and compute type of an element type; {-1, -1} for those that have no product here.
+std::pair<int, int> TypesOf(int dtype, bool tf32) {
+  switch (dtype) {
+    case 1:
+      return {0, tf32 ? kComputeFastTf32 : kCompute32F};
+    case 2:
+      return {1, kCompute64F};
+    case 19:
+      return {2, kCompute32F};
+    case 14:
+      return {14, kCompute32F};
+    default:
+      return {-1, -1};
+  }
+}
+
+}  // namespace
+
+struct PointerBatch::Impl {
+  MatmulShape shape{};
+  Session* session = nullptr;        // null: cuBLASLt's
+  std::shared_ptr<const Matmul> lt;  // null: cuBLAS's
+  int type = 0, compute = 0;
+
+  // Row-major out = lhs @ rhs is the column-major out' = rhs' @ lhs'.
+  Status RunBlas(const void* const* lhs, const void* const* rhs, void* const* out, void* workspace, Stream stream) {
+    const MatmulShape& s = shape;
+    int m = static_cast<int>(s.m), n = static_cast<int>(s.n), k = static_cast<int>(s.k);
+    const float one_f = 1, zero_f = 0;
+    const double one_d = 1, zero_d = 0;
+    const void* one = type == 1 ? static_cast<const void*>(&one_d) : &one_f;
+    const void* zero = type == 1 ? static_cast<const void*>(&zero_d) : &zero_f;
+    return session->With(stream, workspace, [&](Handle handle) {
+      return session->api().Batched(handle, s.trans_rhs ? kOpT : kOpN, s.trans_lhs ? kOpT : kOpN, n, m, k, one, rhs,
+                                    type, s.trans_rhs ? k : n, lhs, type, s.trans_lhs ? m : k, zero, out, type, n,
+                                    static_cast<int>(s.batch), compute, kAlgoDefault);
+    });
+  }
+
+  std::string Run(bool with_lt, const void* const* lhs, const void* const* rhs, void* const* out, void* workspace,
+                  Stream stream, const std::shared_ptr<const Matmul>& product) {
+    if (with_lt) return product->Run(lhs, rhs, nullptr, const_cast<void**>(out), workspace, stream);
+    Status status = RunBlas(lhs, rhs, out, workspace, stream);
+    return status ? Failed(status, "running a batch of matrix products") : "";
+  }
+
+  // Whether cuBLASLt's choice is faster than cuBLAS's.
+  bool LtIsFaster(const std::shared_ptr<const Matmul>& product) {
+    const Driver& driver = *LoadDriver(nullptr);
+    std::string key = "cublas " + std::to_string(session->Version()) + ", " + DeviceKey(driver) + ", pointers " +
+                      std::to_string(shape.dtype) + " " + std::to_string(SizeClass(shape.batch));
+    for (int64_t v : {SizeClass(shape.m), shape.n, shape.k, int64_t{shape.trans_lhs}, int64_t{shape.trans_rhs},
+                      int64_t{shape.tf32}}) {
+      key += " " + std::to_string(v);
+    }
+    if (!TuningAllowed()) return true;
+    if (std::optional<std::string> choice = ReadChoice(key)) return *choice == "lt";
+    size_t element = type == 1 ? 8 : type == 0 ? 4 : 2;
+    size_t lhs = Up(element * shape.m * shape.k), rhs = Up(element * shape.k * shape.n),
+           out = Up(element * shape.m * shape.n);
+    size_t batch = static_cast<size_t>(shape.batch), table = Up(3 * batch * sizeof(void*));
+    if (batch * (lhs + rhs + out) > kTuningBytes) return true;
+    Scratch memory(driver, kWorkspace + table + batch * (lhs + rhs + out));
+    if (!memory.get()) return true;
+    char* at = memory.get() + kWorkspace + table;
+    std::vector<const char*> addresses;
+    for (size_t size : {lhs, rhs, out}) {
+      for (size_t i = 0; i < batch; ++i, at += size) addresses.push_back(at);
+    }
+    auto* arrays = reinterpret_cast<void**>(memory.get() + kWorkspace);
+    if (driver.MemcpyHtoDAsync(arrays, addresses.data(), addresses.size() * sizeof(char*), nullptr) ||
+        driver.StreamSynchronize(nullptr)) {
+      return true;
+    }
+    int best = Fastest(driver, 2, [&](int i, int, Stream stream) {
+      return Run(i == 0, arrays, arrays + batch, arrays + 2 * batch, memory.get(), stream, product);
+    });
+    if (best >= 0) WriteChoice(key, best == 0 ? "lt" : "blas");
+    return best <= 0;
+  }
+
+  static constexpr size_t kTuningBytes = size_t{1} << 30;
+  static size_t Up(size_t bytes) { return (bytes + 255) / 256 * 256; }
+};
+
+PointerBatch::PointerBatch() : impl_(std::make_unique<Impl>()) {}
+PointerBatch::~PointerBatch() = default;
+
+size_t PointerBatch::workspace_bytes() const { return impl_->lt ? impl_->lt->workspace_bytes() : kWorkspace; }
+
+std::shared_ptr<const PointerBatch> PointerBatch::Get(const MatmulShape& shape, std::string* error) {
+  MatmulShape s = shape;
+  s.pointers = true;
+  if (s.bias || s.activation != Activation::kNone || s.broadcast_lhs || s.broadcast_rhs) {
+    *error = "a batch of separate matrix products has no bias, activation or broadcast";
+    return nullptr;
+  }
+  if (s.m < 1 || s.n < 1 || s.k < 1 || s.batch < 1 || s.m > INT_MAX || s.n > INT_MAX || s.k > INT_MAX ||
+      s.batch > INT_MAX) {
+    *error = "a batch of separate matrix products is empty or too large";
+    return nullptr;
+  }
+  Device device = 0;
+  LoadDriver(nullptr)->CtxGetDevice(&device);
+  auto key =
+      std::make_tuple(device, s.dtype, s.batch, s.m, s.n, s.k, s.trans_lhs, s.trans_rhs, s.tf32, TuningAllowed());
+  using Entry = std::pair<decltype(key), std::shared_ptr<const PointerBatch>>;
+  static auto& mu = *new std::mutex;
+  static auto& entries = *new std::list<Entry>;  // most recent first
+  std::lock_guard<std::mutex> lock(mu);
+  for (auto it = entries.begin(); it != entries.end(); ++it) {
+    if (it->first != key) continue;
+    entries.splice(entries.begin(), entries, it);
+    return it->second;
+  }
+  std::shared_ptr<PointerBatch> made(new PointerBatch());
+  Impl& impl = *made->impl_;
+  impl.shape = s;
+  std::tie(impl.type, impl.compute) = TypesOf(s.dtype, s.tf32);
+  if (impl.type < 0) {
+    *error = "cuBLAS has no product of element type " + std::to_string(s.dtype);
+    return nullptr;
+  }
+  std::string without_lt;
+  std::shared_ptr<const Matmul> product = Matmul::Get(s, &without_lt);  // null before CUDA 12.6
+  impl.session = Session::OfCurrentDevice(error);
+  if (!product && !impl.session) return nullptr;
+  if (product && (!impl.session || impl.LtIsFaster(product))) impl.lt = std::move(product);
+  entries.emplace_front(key, made);
+  if (entries.size() > kBatchesKept) entries.pop_back();
+  return made;
+}
+
+std::string PointerBatch::Run(const void* const* lhs, const void* const* rhs, void* const* out, void* workspace,
+                              Stream stream) const {
+  return impl_->Run(impl_->lt != nullptr, lhs, rhs, out, workspace, stream, impl_->lt);
+}
+
+size_t GroupedWorkspaceBytes() { return kWorkspace; }
+
+std::string RunGroups(int dtype, bool tf32, const std::vector<ProductGroup>& groups, const void* const* lhs,
+                      const void* const* rhs, void* const* out, void* workspace, Stream stream) {
+  std::string error;
+  Session* session = Session::OfCurrentDevice(&error);
+  if (!session) return error;
+  if (!session->api().Grouped) return "this cuBLAS has no grouped products; they came with CUDA 12.5";
+  auto [type, compute] = TypesOf(dtype, tf32);
+  if (type < 0 || type == 1) return "cuBLAS has no grouped products of element type " + std::to_string(dtype);
+  size_t n = groups.size();
+  std::vector<int> trans_a(n), trans_b(n), rows(n), columns(n), depth(n), lda(n), ldb(n), ldc(n), counts(n);
+  std::vector<float> ones(n, 1), zeros(n, 0);
+  for (size_t i = 0; i < n; ++i) {  // column-major: out' = rhs' @ lhs'
+    const ProductGroup& g = groups[i];
+    trans_a[i] = g.trans_rhs ? kOpT : kOpN;
+    trans_b[i] = g.trans_lhs ? kOpT : kOpN;
+    rows[i] = g.n;
+    columns[i] = g.m;
+    depth[i] = g.k;
+    lda[i] = g.trans_rhs ? g.k : g.n;
+    ldb[i] = g.trans_lhs ? g.m : g.k;
+    ldc[i] = g.n;
+    counts[i] = g.count;
+  }
+  Status status = session->With(stream, workspace, [&, type = type, compute = compute](Handle handle) {
+    return session->api().Grouped(handle, trans_a.data(), trans_b.data(), rows.data(), columns.data(), depth.data(),
+                                  ones.data(), rhs, type, lda.data(), lhs, type, ldb.data(), zeros.data(), out, type,
+                                  ldc.data(), static_cast<int>(n), counts.data(), compute);
+  });
+  return status ? Failed(status, "running grouped matrix products") : "";
+}
+
+}  // namespace tf_stitch::cuda
