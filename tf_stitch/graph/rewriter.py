@@ -25,7 +25,7 @@ from . import clusters, lower
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import resolve
 from .importer import import_cluster
-from .variables import read_before_gathers
+from .variables import merge_reads, read_before_gathers
 from .view import GraphView
 
 Progress = Callable[[int, int, str], None]
@@ -102,8 +102,10 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
     if why is None:
         try:
             view = GraphView(source, library)
-            if options.on_gpu and not any(n.op == OP for n in view):
-                source = read_before_gathers(source, view)
+            if not any(n.op == OP for n in view):
+                source = read_before_gathers(source, view) if options.on_gpu else source
+                view = view if source is view.source else GraphView(source, library)
+                source = merge_reads(source, view, keep)
                 view = view if source is view.source else GraphView(source, library)
         except Exception as e:  # a graph that cannot be understood is left alone
             why = _sentence(e)

@@ -1,11 +1,14 @@
-"""Lets gathers from variables join clusters: ResourceGather becomes ReadVariableOp and GatherV2.
+"""Reads of variables: one read where a graph has many, and gathers from variables made to join clusters.
+
+TensorFlow reads a variable anew at every use, so the weights of an unrolled loop would look like other weights at every
+step.  A ResourceGather becomes ReadVariableOp and GatherV2.
 
 Reading a variable hands out its buffer without a copy; it is copied only where something else writes to the variable
 while the value is held, or after sparse updates.  So only variables that the graph does not write to are read.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
@@ -19,7 +22,8 @@ READERS = frozenset({"ResourceGather", "ReadVariableOp", "VariableShape"})
 def read_before_gathers(source: graph_pb2.GraphDef | function_pb2.FunctionDef,
                         view: GraphView) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
     """The same graph, or a copy in which gathers from variables of known shape are gathers from what was read."""
-    chosen = {n.name for n in view if n.op == "ResourceGather" and _is_only_read(view, n.inputs[0])}
+    chosen = {n.name for n in view if n.op == "ResourceGather" and _is_only_read(view, n.inputs[0])
+              and variable_shape(view, n.inputs[0]) is not None}
     if not chosen:
         return source
     out = type(source)()
@@ -33,9 +37,49 @@ def read_before_gathers(source: graph_pb2.GraphDef | function_pb2.FunctionDef,
     return out
 
 
+def merge_reads(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView,
+                keep: Iterable[str] = ()) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
+    """The same graph, or a copy in which a variable that the graph does not write to is read once.
+
+    Only reads that wait for the same nodes are merged: no cycle can come of it.  Reads that nothing mentions any more
+    go, except those in ``keep``.
+    """
+    first: dict[tuple, str] = {}
+    instead: dict[str, str] = {}
+    for n in view:
+        if n.op == "ReadVariableOp" and n.proto is not None and _is_only_read(view, n.inputs[0]):
+            key = (n.inputs[0], n.proto.attr["dtype"].type, frozenset(i for i in n.proto.input if i.startswith("^")))
+            into = first.setdefault(key, n.name)
+            if into != n.name:
+                instead[n.name] = into
+    if not instead:
+        return source
+    out = type(source)()
+    out.CopyFrom(source)
+    is_function = isinstance(out, function_pb2.FunctionDef)
+    nodes = out.node_def if is_function else out.node
+    mentioned = set(keep) | ({*out.control_ret.values(), *(r.split(":")[0] for r in out.ret.values())}
+                             if is_function else set())
+    for node in nodes:
+        inputs = dict.fromkeys((k if not text.startswith("^") else -1, _renamed(text, instead))
+                               for k, text in enumerate(node.input))
+        node.input[:] = [text for _, text in inputs]
+        mentioned.update(text.split(":")[0].removeprefix("^") for text in node.input)
+    gone = set(instead) - mentioned
+    left = [node_def_pb2.NodeDef.FromString(n.SerializeToString()) for n in nodes if n.name not in gone]
+    del nodes[:]
+    nodes.extend(left)
+    return out
+
+
+def _renamed(text: str, instead: Mapping[str, str]) -> str:
+    """An input that names another node where ``instead`` says so."""
+    sign = "^" if text.startswith("^") else ""
+    name, *port = text.removeprefix("^").split(":")
+    return sign + ":".join([instead.get(name, name), *port])
+
+
 def _is_only_read(view: GraphView, handle: tuple[str, int]) -> bool:
-    if variable_shape(view, handle) is None:
-        return False
     readers = {view[reader].op for reader, _, port in view.consumers(handle[0]) if port == handle[1]}
     return readers <= READERS
 
