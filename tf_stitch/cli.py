@@ -1,4 +1,4 @@
-"""The tf-stitch command: rewrite, sign, explain, bench, doctor.
+"""The tf-stitch command: rewrite, sign, explain, bench, serve-bench, doctor.
 
 Results go to stdout, progress and messages to stderr.  Exit status: 0 done, 1 failed (one sentence on stderr),
 2 wrong usage, 130 interrupted.
@@ -99,6 +99,27 @@ def _bench(args: argparse.Namespace) -> int:
     elif not args.quiet:
         Console(width=None if sys.stdout.isatty() else 180).print(table(rows, facts))
     return 0
+
+
+def _serve_bench(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .bench import machine
+    from .serving import serve_bench
+
+    plan = serve_bench.plan_of(args)
+    say = (lambda _: None) if args.quiet or args.json else (lambda text: print(text, file=sys.stderr))
+    rows = serve_bench.of_models(args, plan, say)
+    facts = machine()
+    if args.plot:
+        from .serving.plots import plot
+
+        plot(rows, args.plot)
+    if args.json:
+        print(serve_bench.to_json(rows, machine=facts))
+    elif not args.quiet:
+        Console(width=None if sys.stdout.isatty() else 200).print(serve_bench.table(rows))
+    return int(any(r.outcome is not None and (r.outcome.wrong or r.outcome.failed) for r in rows))
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -244,6 +265,28 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--systems", default="tensorflow,xla,stitched", metavar="LIST")
     bench.set_defaults(run=_bench)
 
+    serve = commands.add_parser("serve-bench", parents=[output], help="serve several SavedModels under load",
+                                description="Serves SavedModels to one open-loop load, with the device shared in "
+                                "different ways. Exit status 1 when an answer was wrong or failed.")
+    serve.add_argument("models", metavar="NAME=FOLDER", nargs="+")
+    serve.add_argument("--slo-ms", action="append", default=[], metavar="[NAME=]MS",
+                       help="when answers are due (default: 50)")
+    serve.add_argument("--rate", type=_above_zero, action="append", metavar="R",
+                       help="requests a second, or the speed of the trace (default: search the highest that meets the "
+                       "SLO; a trace is sent at its own speed)")
+    serve.add_argument("--trace", metavar="FILE", help="send these requests (StitchSession.record wrote them)")
+    serve.add_argument("--target", type=_above_zero, default=99.0, metavar="PERCENT",
+                       help="share of requests within their SLO that the search asks for (default: 99)")
+    serve.add_argument("--policies", metavar="LIST", help="timeslice,hyperq,batching,stitched,superkernel (default)")
+    serve.add_argument("--seconds", type=_above_zero, default=2.0, metavar="S", help="of each load (default: 2)")
+    serve.add_argument("--batch", type=_positive, default=1, metavar="N", help="size of unknown dims of drawn inputs")
+    serve.add_argument("--threads", type=_positive, default=2, metavar="N", help="that submit requests (default: 2)")
+    serve.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals")
+    serve.add_argument("--gpu-memory-mb", type=_positive, default=4096, metavar="MB",
+                       help="of each model on a GPU (hyperq needs its own share for each; default: 4096)")
+    serve.add_argument("--plot", metavar="FILE.png", help="also draw the results (needs matplotlib)")
+    serve.set_defaults(run=_serve_bench)
+
     doctor = commands.add_parser("doctor", parents=[output], help="say what was found here and what is missing")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -253,6 +296,16 @@ def _positive(text: str) -> int:
     value = int(text) if text.isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no positive integer")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
     return value
 
 

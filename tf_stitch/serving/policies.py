@@ -1,0 +1,165 @@
+"""The ways of sharing a device that serve-bench compares; each is a StitchSession with other settings.
+
+    timeslice    one request at a time, in the order of arrival: one session behind a lock
+    hyperq       a thread for each model, and on a GPU a stream and memory of its own (a virtual device)
+    batching     TensorFlow's BatchFunction: requests of one model are merged
+    stitched     stitched models, side by side
+    superkernel  stitched models, with the kernels of concurrent requests packed by the scheduler
+    mps          a process for each model under NVIDIA's Multi-Process Service (mps.py)
+
+The first three run the models as TensorFlow made them.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from .. import saved_model
+from ..errors import OptionError
+from . import scheduler
+from .load import Client
+from .session import StitchSession
+
+POLICIES = ("timeslice", "hyperq", "batching", "stitched", "superkernel")
+THREADS = 128            # of the policies that may have many requests at once
+BATCH, BATCH_WAIT_US, BATCH_THREADS = 64, 1000, 4  # of BatchFunction, per model
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model under load: where it lies, its client, and where its stitched copy lies (None: made when needed)."""
+
+    folder: Path
+    client: Client
+    stitched: Path | None = None
+    signature: str | None = None
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where models run.
+
+    Attributes:
+      gpus: virtual GPUs of this process: 0 for the policies that share one, 1, 2, ... for hyperq's models.
+      config: a ConfigProto that says so (None on a machine without a GPU).
+    """
+
+    gpus: int = 0
+    config: Any = None
+
+    @property
+    def shared(self) -> str | None:
+        """The device that models share."""
+        return "GPU:0" if self.gpus else None
+
+    def own(self, index: int) -> str | None:
+        """A device, with a stream of its own, for one model."""
+        if not self.gpus:
+            return None
+        return f"GPU:{1 + index % (self.gpus - 1)}" if self.gpus > 1 else "GPU:0"
+
+
+def virtual_gpus(count: int, memory_mb: int) -> Devices:
+    """Splits the first GPU into ``count + 1`` virtual ones of ``memory_mb`` each; no devices where there is no GPU.
+
+    Must come before anything else uses the GPU in this process.  Raises OptionError when it comes too late.
+    """
+    from tensorflow.core.protobuf import config_pb2
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return Devices()
+    limits = [memory_mb] * (count + 1)
+    try:
+        tf.config.set_visible_devices(gpus[:1], "GPU")
+        tf.config.set_logical_device_configuration(
+            gpus[0], [tf.config.LogicalDeviceConfiguration(memory_limit=m) for m in limits])
+    except (RuntimeError, ValueError) as error:
+        raise OptionError(f"The GPU cannot be split any more: {error}") from None
+    config = config_pb2.ConfigProto()
+    config.gpu_options.visible_device_list = "0"
+    config.gpu_options.experimental.virtual_devices.add(memory_limit_mb=limits)
+    return Devices(count + 1, config)
+
+
+def open_session(policy: str, models: Sequence[Model], devices: Devices, work: Path, *,
+                 scheduler_options: Mapping[str, Any] | None = None, threads: int = THREADS) -> StitchSession:
+    """A session that serves ``models`` in one of the POLICIES, warmed up.  ``work``: a folder for what it makes.
+
+    Raises OptionError for another policy, SchedulerError when the op library cannot coalesce.
+    """
+    if policy not in POLICIES:
+        raise OptionError(f"Policy '{policy}' is not known; use {', '.join(POLICIES)}.")
+    count = {"timeslice": 1, "hyperq": len(models)}.get(policy, threads)
+    session = StitchSession(coalesce=policy == "superkernel", threads=count, reserve=0, config=devices.config,
+                            scheduler_options=scheduler_options)
+    try:
+        for i, model in enumerate(models):
+            _add(session, policy, i, model, devices, work)
+    except BaseException:
+        session.close(0)
+        raise
+    return session
+
+
+def available(policy: str) -> bool:
+    """False for "superkernel" where the op library has no scheduler."""
+    return policy != "superkernel" or scheduler.available()
+
+
+def _add(session: StitchSession, policy: str, index: int, model: Model, devices: Devices, work: Path) -> None:
+    client = model.client
+    own_way = policy in ("stitched", "superkernel")
+    folder = model.folder
+    if policy == "batching":
+        folder = work / f"batching_{client.name}"
+        batched(model, folder)
+    elif own_way and model.stitched is not None:
+        folder = model.stitched
+    session.add(
+        client.name, folder, stitch=own_way, verify=False, signature=None if policy == "batching" else model.signature,
+        # without an SLO, requests of one priority go in the order in which they came
+        slo_ms=client.slo_ms if own_way else None,
+        priority="best_effort" if own_way and client.best_effort else "latency",
+        max_in_flight=1 if policy == "hyperq" else None, max_queue=100_000, warmup=client.samples[:1],
+        device=devices.own(index) if policy == "hyperq" else devices.shared)
+
+
+def batched(model: Model, folder: Path) -> None:
+    """Writes a copy of a model whose requests BatchFunction merges along their first dim."""
+    loaded = saved_model.load(model.folder)
+    signature = saved_model.signature_of(loaded, model.signature or "serving_default")
+    specs = dict(sorted(signature.structured_input_signature[1].items()))
+    outputs = sorted(signature.structured_outputs)
+
+    @tf.nondifferentiable_batch_function(BATCH_THREADS, BATCH, BATCH_WAIT_US, max_enqueued_batches=10_000)
+    def merged(*args: Any) -> Any:
+        results = signature(**dict(zip(specs, args)))
+        return [results[k] for k in outputs]
+
+    def call(*args: Any) -> dict[str, Any]:
+        with tf.device("/CPU:0"):  # merging is; the model's own nodes run where they are put
+            results = merged(*args)
+        return dict(zip(outputs, results if isinstance(results, (list, tuple)) else [results]))
+
+    module = tf.Module()
+    module.loaded = loaded
+    module.call = tf.function(call, autograph=False, input_signature=[
+        tf.TensorSpec(s.shape, s.dtype, name) for name, s in specs.items()])
+    shutil.rmtree(folder, ignore_errors=True)
+    tf.saved_model.save(module, os.fspath(folder), signatures=module.call)
+
+
+def expected(model: Model) -> list[dict[str, np.ndarray]]:
+    """The answers of the model as TensorFlow made it to its client's samples, one at a time."""
+    signature = saved_model.signature_of(saved_model.load(model.folder), model.signature or "serving_default")
+    specs = signature.structured_input_signature[1]
+    return [{k: v.numpy() for k, v in signature(**{n: tf.constant(x, specs[n].dtype) for n, x in s.items()}).items()}
+            for s in model.client.samples]

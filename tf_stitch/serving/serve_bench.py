@@ -1,0 +1,259 @@
+"""Several models under one open-loop load, with the device shared in different ways: ``tf-stitch serve-bench``."""
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..errors import OptionError, StitchError
+from . import load
+from .load import Client, Outcome
+from .policies import POLICIES, Devices, Model, available, expected, open_session, virtual_gpus
+from .recording import Event, read_trace
+from .search import Found, highest_rate
+
+Say = Callable[[str], None]
+LEAST_REQUESTS = 300  # of a probe: fewer say too little about the last percent
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one policy gave under one load.
+
+    Attributes:
+      policy: see policies.py.
+      tenants: how many models were served.
+      outcome: the figures (None: there are none).
+      skipped: why there are none.
+      highest: the rate is the highest at which the policy met the SLO (else: a given one).
+      coalescing_factor: steps of requests per launch of the scheduler over this load (None without it).
+      tried: (rate, share within the SLO) of every load of the search.
+    """
+
+    policy: str
+    tenants: int
+    outcome: Outcome | None = None
+    skipped: str = ""
+    highest: bool = False
+    coalescing_factor: float | None = None
+    tried: Sequence[tuple[float, float]] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """One flat object; null for what is infinite (no answer)."""
+        flat = asdict(self)
+        figures = flat.pop("outcome") or {}
+        return _finite({**flat, **figures})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a benchmark goes.
+
+    Attributes:
+      policies: in this order.
+      seconds: of each load.
+      rates: requests a second to send (empty: search the highest rate that meets the SLO).
+      trace: requests to send instead of a Poisson process; ``rates`` then are its speeds.
+      start: the rate that the search begins with.
+      target: share of requests within their SLO that the search asks for.
+      probes: loads that a search sends at most.
+      common: after the searches, send every policy the rate that the first policy held.
+      threads: that submit requests.
+      seed: of arrivals.
+      scheduler: options of the scheduler.
+    """
+
+    policies: Sequence[str] = POLICIES
+    seconds: float = 2.0
+    rates: Sequence[float] = ()
+    trace: Sequence[Event] = ()
+    start: float = 50.0
+    target: float = 0.99
+    probes: int = 20
+    common: bool = False
+    threads: int = 2
+    seed: int = 0
+    scheduler: Mapping[str, Any] | None = None
+
+
+def run(models: Sequence[Model], plan: Plan, devices: Devices, say: Say = lambda _: None) -> list[Row]:
+    """The rows of every policy, in the plan's order.  A policy that cannot be had gives a row that says why."""
+    if len({m.client.name for m in models}) < len(models):
+        raise OptionError("Two models have one name.")
+    models = [m if m.client.expected else replace(m, client=replace(m.client, expected=expected(m))) for m in models]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="tf_stitch_bench_") as work:
+        for policy in plan.policies:
+            found = _of_policy(policy, models, plan, devices, Path(work), _common_rate(rows, plan), say)
+            rows += found
+    return rows
+
+
+def _common_rate(rows: Sequence[Row], plan: Plan) -> float:
+    """The rate that the first policy held, to compare latencies at."""
+    return next((r.outcome.offered_rps for r in rows if r.highest and r.outcome), 0.0) if plan.common else 0.0
+
+
+def _of_policy(policy: str, models: Sequence[Model], plan: Plan, devices: Devices, work: Path, common: float, say: Say
+               ) -> Iterator[Row]:
+    if not available(policy):
+        yield Row(policy, len(models), skipped="the op library has no scheduler")
+        return
+    say(f"{policy}: loading {len(models)} models")
+    try:
+        session = open_session(policy, models, devices, work, scheduler_options=plan.scheduler)
+    except StitchError as error:
+        yield Row(policy, len(models), skipped=str(error))
+        return
+    with contextlib.closing(session):
+        bench = _Bench(policy, session, [m.client for m in models], plan, say)
+        for rate in plan.rates:
+            yield bench.row(bench.probe(rate))
+        if not plan.rates:
+            found = bench.search()
+            yield replace(bench.row(found.outcome, found), highest=True)
+            if common:
+                yield bench.row(bench.probe(common))
+
+
+class _Bench:
+    """Loads for one session."""
+
+    def __init__(self, policy: str, session: Any, clients: Sequence[Client], plan: Plan, say: Say) -> None:
+        self.policy, self.session, self.clients, self.plan, self.say = policy, session, clients, plan, say
+        self._factor: float | None = None
+
+    def probe(self, rate: float) -> Outcome:
+        """Sends one load; ``rate`` is the speed where the plan has a trace."""
+        plan = self.plan
+        if plan.trace:
+            arrivals, warm = load.replay(self.clients, plan.trace, rate), 0.0
+        else:
+            seconds = max(plan.seconds, min(LEAST_REQUESTS / rate, 3 * plan.seconds))
+            warm = 0.1 * seconds
+            arrivals = load.poisson(self.clients, rate, seconds + warm, plan.seed)
+        before = _launches(self.session) or (0, 0)
+        outcome = load.run(self.session.submit, self.clients, arrivals, threads=plan.threads, warm=warm)
+        after = _launches(self.session)
+        self._factor = (after[1] - before[1]) / max(1, after[0] - before[0]) if after else None
+        self.session.drain()
+        self.session.resume()
+        self.say(f"{self.policy} at {rate:.4g}: {_line(outcome)}")
+        return outcome
+
+    def search(self) -> Found:
+        """The highest rate; loads are sent until one holds twice, since the best of many tries is a lucky one."""
+        plan = self.plan
+        found = highest_rate(self.probe, plan.start, target=plan.target, probes=plan.probes)
+        rate = found.rate
+        for _ in range(4 if rate else 0):
+            again = self.probe(rate)
+            if again.slo_attainment >= plan.target:
+                return Found(rate, again, (*found.tried, (rate, again)))
+            rate *= 0.93
+        return Found(0.0, found.outcome, found.tried) if not found.outcome else found
+
+    def row(self, outcome: Outcome | None, found: Found | None = None) -> Row:
+        tried = [(r, o.slo_attainment) for r, o in found.tried] if found else []
+        return Row(self.policy, len(self.clients), outcome, "" if outcome else "no rate met the SLO",
+                   coalescing_factor=self._factor if outcome else None, tried=tried)
+
+
+def _line(o: Outcome) -> str:
+    text = (f"{o.slo_attainment:.2%} within the SLO, p50 {o.p50_ms:.2f} ms, p99 {o.p99_ms:.2f} ms, generator "
+            f"{o.lateness_p99_ms:.2f} ms late at p99")
+    return text + (f", {o.wrong} WRONG" if o.wrong else "") + (f", {o.failed} failed: {o.first_error[:200]}"
+                                                               if o.failed else "")
+
+
+def _launches(session: Any) -> tuple[float, float] | None:
+    """(superkernels, steps in them) of the scheduler so far."""
+    devices = session.stats()["scheduler"].get("devices")
+    return (sum(d["superkernels"] for d in devices), sum(d["steps"] for d in devices)) if devices else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def table(rows: Sequence[Row], title: str = "") -> Table:
+    """The rows for people."""
+    out = Table(title=title or None)
+    for name in ("policy", "tenants", "offered/s", "answered/s", "in SLO", "p50 ms", "p95 ms", "p99 ms", "rejected",
+                 "failed", "no answer", "wrong", "worst error", "steps/launch", "generator ms late"):
+        out.add_column(name, justify="left" if name == "policy" else "right")
+    for row in rows:
+        o = row.outcome
+        if o is None:
+            out.add_row(row.policy, str(row.tenants), f"[dim]{row.skipped}[/dim]")
+            continue
+        factor = "" if row.coalescing_factor is None else f"{row.coalescing_factor:.2f}"
+        out.add_row(f"{row.policy}{' (highest)' if row.highest else ''}", str(row.tenants), f"{o.offered_rps:.0f}",
+                    f"{o.throughput_rps:.0f}", f"{o.slo_attainment:.2%}", f"{o.p50_ms:.2f}", f"{o.p95_ms:.2f}",
+                    f"{o.p99_ms:.2f}", str(o.rejected), str(o.failed), str(o.unanswered), str(o.wrong),
+                    f"{o.worst_error:.0e}", factor, f"{o.lateness_p99_ms:.2f}")
+    return out
+
+
+# --- the command ------------------------------------------------------------------------------------
+
+def models_of(specs: Sequence[str], slos: Sequence[str], batch: int) -> list[Model]:
+    """Models from ``NAME=FOLDER`` and SLOs from ``MS`` or ``NAME=MS``; inputs are drawn.  Raises OptionError."""
+    from .. import saved_model
+
+    default, own = 50.0, {}
+    for slo in slos:
+        name, equals, text = slo.rpartition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            raise OptionError(f"'{slo}' is no SLO; give milliseconds, or NAME=milliseconds.") from None
+        if equals:
+            own[name] = value
+        else:
+            default = value
+    out = []
+    for spec in specs:
+        name, equals, folder = spec.partition("=")
+        if not equals or not name or not folder:
+            raise OptionError(f"'{spec}' names no model; give NAME=FOLDER.")
+        signature = saved_model.signature_of(saved_model.load(folder))
+        samples = [saved_model.sample_inputs(signature, batch)]
+        out.append(Model(Path(folder), Client(name, own.pop(name, default), samples)))
+    if own:
+        raise OptionError(f"There is an SLO of '{next(iter(own))}', which is none of the models.")
+    return out
+
+
+def of_models(args: Any, plan: Plan, say: Say) -> list[Row]:
+    """Runs the plan on the models of command line arguments."""
+    devices = virtual_gpus(len(args.models), args.gpu_memory_mb)
+    return run(models_of(args.models, args.slo_ms, args.batch), plan, devices, say)
+
+
+def plan_of(args: Any) -> Plan:
+    """The plan that command line arguments ask for."""
+    trace = read_trace(args.trace) if args.trace else ()
+    rates = args.rate or ([1.0] if trace else [])
+    policies = args.policies.split(",") if args.policies else POLICIES
+    unknown = sorted(set(policies) - set(POLICIES))
+    if unknown:
+        raise OptionError(f"Policy '{unknown[0]}' is not known; use {', '.join(POLICIES)}.")
+    return Plan(policies=policies, seconds=args.seconds, rates=rates, trace=trace, target=args.target / 100,
+                threads=args.threads, seed=args.seed)
+
+
+def to_json(rows: Sequence[Row], **facts: Any) -> str:
+    """The rows, and what they were measured on, as JSON."""
+    return json.dumps({**facts, "rows": [r.as_json() for r in rows]}, indent=1)
