@@ -1,8 +1,10 @@
 """The benchmark: every workload on TensorFlow, XLA and tf_stitch, in one process and interleaved.
 
-    python -m models.bench [--workloads lr,rnn] [--systems tensorflow,stitched] [--rounds 20] [--quick] [--profile]
+    python -m models.bench [--workloads lr,rnn] [--systems tensorflow,stitched] [--batches both] [--peers jax,torch]
+                           [--rounds 20] [--quick] [--profile] [--plots]
 
-Writes models/results/NAME.json and NAME.txt.  Every workload is listed, those where tf_stitch loses too.
+Writes models/results/NAME.json and NAME.txt.  Every workload is listed, those where tf_stitch loses too.  The stitched
+system is ``tf_stitch.function``, called as any user calls it; peers run in processes of their own (models/peers).
 """
 from __future__ import annotations
 
@@ -14,35 +16,45 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import numpy as np
 import tensorflow as tf
 from rich.console import Console
 from rich.progress import Progress
 
 from tf_stitch import bench
 
+from . import plots, reference
+from .peers import session
 from .workloads import REGISTRY, Instance, Workload, select
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TOLERANCE = 1e-5
+SHAPES = {"known": (False,), "unknown": (True,), "both": (False, True)}  # is the batch dim unknown to the systems?
 SLACK = 4  # how much more than TensorFlow's own error is still no mistake (a GPU multiplies in TF32 by default)
 
 
-@dataclass
 class Runner:
     """A workload compiled by one system; a training step has weights of its own."""
 
-    instance: Instance
-    function: Callable[..., Any]
-    args: list[tf.Tensor]
+    def __init__(self, instance: Instance, function: Callable[..., Any], args: list[tf.Tensor]):
+        self.instance, self.function, self.args = instance, function, args
+        trained = instance.params.variables if instance.workload.training else []
+        self.weights = [(v, v.numpy()) for v in trained]
 
     def __call__(self) -> Any:
         return bench.finish(self.function(*self.args))
+
+    def results(self) -> list[np.ndarray]:
+        """What a call from the weights of the beginning gives; a training step's new weights are part of it."""
+        for variable, value in self.weights:
+            variable.assign(value)
+        return self.instance.results(self.function, self.args)
 
 
 def _tensorflow(instance: Instance, signature: list[tf.TensorSpec]) -> Callable[..., Any]:
@@ -60,6 +72,7 @@ def _stitched(instance: Instance, signature: list[tf.TensorSpec]) -> Callable[..
 
 
 COMPILE = {"tensorflow": _tensorflow, "xla": _xla, "stitched": _stitched}
+FIXED = ("xla",)  # compiled for one batch size, whatever the signature says
 
 
 def runner(workload: Workload, system: str, batch: int | None, dynamic: bool) -> Runner:
@@ -69,43 +82,67 @@ def runner(workload: Workload, system: str, batch: int | None, dynamic: bool) ->
     return Runner(instance, COMPILE[system](instance, signature), instance.inputs(batch))
 
 
-def errors(workload: Workload, systems: Sequence[str], batch: int | None, dynamic: bool) -> dict[str, float]:
-    """Largest error of one call against the float64 instance, from fresh weights; failing systems are left out."""
-    twin = workload.instance(tf.float64)
-    reference = twin.results(tf.function(twin.function), twin.inputs(batch))
-    found = {}
-    for system in systems:
-        fresh = runner(workload, system, batch, dynamic)
-        found[system] = bench.max_rel_error(fresh.instance.results(fresh.function, fresh.args), reference)
-    return found
-
-
 def run(workload: Workload, args: argparse.Namespace) -> list[bench.Row]:
-    """Measures one workload on every system."""
-    batch, dynamic = args.batch, args.dynamic
-    runners = {s: runner(workload, s, batch, dynamic) for s in args.systems}
-    rows = bench.measure(workload.name, dict(runners), rounds=args.rounds, round_s=args.round_s)
-    good = [s for s in args.systems if not rows[s].note]
-    for system, error in ({} if args.no_errors else errors(workload, good, batch, dynamic)).items():
-        rows[system].max_rel_error = error
-    if args.profile:
-        for system in good:
-            young = runner(workload, system, batch, dynamic)
+    """Measures one workload on every system, for the known and for an unknown batch size, all interleaved."""
+    runners = {(s, d): runner(workload, s, args.batch, d) for d in args.shapes for s in args.systems
+               if not (d and s in FIXED and False in args.shapes)}
+    calls = {_label(*key): call for key, call in runners.items()}
+    rows = bench.measure(workload.name, calls, rounds=args.rounds, round_s=args.round_s, started=_Rewrites())
+    for (system, dynamic), call in runners.items():
+        row = rows[_label(system, dynamic)]
+        row.system, row.dynamic = system, dynamic
+        if not (args.no_errors or row.note):
+            wanted = reference.read(reference.path_of(args.reference, workload.name), "output")
+            row.max_rel_error = bench.max_rel_error(call.results(), wanted)
+        if args.profile and not row.note:
+            young = runner(workload, system, args.batch, dynamic)
             young(), young()  # the first calls compile and fill caches
-            title = f"{workload.name} on {system}"
+            title = f"{workload.name} on {_label(system, dynamic)}"
             args.console.print(bench.profile_table(bench.trace(young), title, args.profile))
-    return list(rows.values())
+    return _in_order(list(rows.values()), args)
+
+
+def _label(system: str, dynamic: bool) -> str:
+    return f"{system}, any batch" if dynamic else system
+
+
+class _Rewrites:
+    """Notes in a system's row how long tf_stitch rewrote during its first call."""
+
+    def __init__(self) -> None:
+        self.seen = len(self._reports())
+
+    @staticmethod
+    def _reports() -> list[Any]:
+        from tf_stitch import hook
+
+        return hook.reports()
+
+    def __call__(self, row: bench.Row) -> None:
+        fresh = self._reports()[self.seen:]
+        self.seen += len(fresh)
+        if fresh:
+            row.rewrite_s = sum(report.seconds for _, report in fresh)
+
+
+def _in_order(rows: list[bench.Row], args: argparse.Namespace) -> list[bench.Row]:
+    """By batch (known, unknown), then by system; what compiles for one size stands in both, as what it is."""
+    if set(args.shapes) == {False, True}:
+        how = "compiled for the measured batch"
+        rows += [replace(r, dynamic=True, how=how) for r in rows if r.system in FIXED and not r.dynamic]
+    return sorted(rows, key=lambda r: (r.dynamic, args.systems.index(r.system)))
 
 
 def peaks_here(args: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """Peak bytes of a call, by workload and system; a system that fails is left out."""
+    """Peak bytes of a call, by workload and system (with ", any batch"); a system that fails is left out."""
     found: dict[str, dict[str, int]] = {}
     for workload in args.workloads:
-        for system in args.systems:
-            call = runner(workload, system, args.batch, args.dynamic)
-            with contextlib.suppress(Exception):  # the timed run reports the failure
-                call()
-                found.setdefault(workload.name, {})[system] = bench.peak_bytes(call)
+        for dynamic in args.shapes:
+            for system in args.systems:
+                call = runner(workload, system, args.batch, dynamic)
+                with contextlib.suppress(Exception):  # the timed run reports the failure
+                    call()
+                    found.setdefault(workload.name, {})[_label(system, dynamic)] = bench.peak_bytes(call)
     return found
 
 
@@ -113,7 +150,7 @@ def peaks(args: argparse.Namespace) -> dict[str, dict[str, int]]:
     """The same from another process, whose CPU allocator counts every byte (and would distort the timing here)."""
     names = ",".join(w.name for w in args.workloads)
     command = [sys.executable, "-m", "models.bench", "--peaks", f"--workloads={names}",
-               f"--systems={','.join(args.systems)}", *(["--dynamic"] if args.dynamic else []),
+               f"--systems={','.join(args.systems)}", f"--batches={args.batches}",
                *([f"--batch={args.batch}"] if args.batch else [])]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=RESULTS.parents[1],
                          env={**os.environ, "TF_CPU_ALLOCATOR_USE_BFC": "1"})
@@ -124,7 +161,7 @@ def is_wrong(row: bench.Row, rows: Sequence[bench.Row]) -> bool:
     """True when a system's error is too large, by itself and beside TensorFlow's."""
     if row.max_rel_error is None:
         return False
-    own = [r.max_rel_error for r in rows if (r.workload, r.system) == (row.workload, "tensorflow")]
+    own = [r.max_rel_error for r in rows if (r.workload, r.system, r.dynamic) == (row.workload, "tensorflow", False)]
     base = own[0] if row.system != "tensorflow" and own and own[0] is not None else 0.0
     return not row.max_rel_error <= max(TOLERANCE, SLACK * base)
 
@@ -133,13 +170,14 @@ def verdicts(rows: list[bench.Row]) -> list[str]:
     """What falls short: slower than TensorFlow by more than 2%, or wrong."""
     out = []
     for r in rows:
-        faster = bench.ratio(rows, r.workload, r.system)
+        faster = bench.ratio(rows, r.workload, r.system, dynamic=r.dynamic)
+        system = _label(r.system, r.dynamic)
         if r.note:
-            out.append(f"{r.workload}: {r.system} cannot run it: {r.note}")
+            out.append(f"{r.workload}: {system} cannot run it: {r.note}")
         if r.system == "stitched" and faster is not None and faster < 0.98:
-            out.append(f"{r.workload}: stitched takes {1 / faster:.2f} times TensorFlow's time")
+            out.append(f"{r.workload}: {system} takes {1 / faster:.2f} times TensorFlow's time")
         if is_wrong(r, rows):
-            out.append(f"{r.workload}: {r.system} is off by {r.max_rel_error:.1e} of the largest value")
+            out.append(f"{r.workload}: {system} is off by {r.max_rel_error:.1e} of the largest value")
     return out
 
 
@@ -150,13 +188,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--round-s", type=float, default=0.1, help="seconds a round gives a system")
     parser.add_argument("--batch", type=int, help="batch size (default: the workload's own)")
-    parser.add_argument("--dynamic", action="store_true", help="leave the batch dim unknown")
+    parser.add_argument("--batches", choices=SHAPES, default="known",
+                        help="whether the systems know the batch size (default: %(default)s)")
+    parser.add_argument("--peers", default="", help="comma-separated: jax, torch")
+    parser.add_argument("--peer-seconds", type=float, default=600, help="time for the peers")
+    parser.add_argument("--reference", type=Path, help="folder of the float64 results (default: computed anew)")
     parser.add_argument("--quick", action="store_true", help="few short rounds, and no float64 run")
     parser.add_argument("--no-errors", action="store_true", help="skip the float64 run")
     parser.add_argument("--profile", type=int, nargs="?", const=15, default=0, metavar="N",
                         help="print the N ops and kernels that take longest")
     parser.add_argument("--warm-cache", action="store_true", help="let stitched kernels come from the cache on disk")
     parser.add_argument("--peaks", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--plots", action="store_true", help="draw the results, too (PNG and SVG; needs matplotlib)")
     parser.add_argument("--name", default="", help="name of the result files (default: cpu or gpu)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     args = parser.parse_args(argv)
@@ -164,6 +207,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     unknown = [s for s in args.systems if s not in COMPILE]
     if unknown:
         parser.error(f"unknown system {', '.join(unknown)}; use {', '.join(COMPILE)}")
+    args.peers = [p.strip() for p in args.peers.split(",") if p.strip()]
+    if set(args.peers) - set(session.MODES):
+        parser.error(f"unknown peer; use {', '.join(session.MODES)}")
+    args.shapes = SHAPES[args.batches]
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")
     if args.quick:
@@ -188,40 +235,88 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def fresh_cache() -> Iterator[None]:
     """Stitched kernels are compiled anew, as on the first use of a model."""
+    with tempfile.TemporaryDirectory() as folder, cache(folder):
+        yield
+
+
+@contextlib.contextmanager
+def cache(folder: str | Path) -> Iterator[None]:
+    """Compiled kernels are kept in, and come from, a folder."""
     old = os.environ.get("TF_STITCH_CACHE")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TF_STITCH_CACHE"] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop("TF_STITCH_CACHE")
-            if old is not None:
-                os.environ["TF_STITCH_CACHE"] = old
+    os.environ["TF_STITCH_CACHE"] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop("TF_STITCH_CACHE")
+        if old is not None:
+            os.environ["TF_STITCH_CACHE"] = old
+
+
+def peer_rows(args: argparse.Namespace) -> tuple[list[bench.Row], dict[str, str]]:
+    """Rows of JAX and PyTorch, and their versions.  The files in ``args.reference`` must hold the weights."""
+    found = list(session.rows(args.peers, [w.name for w in args.workloads], args.reference, args.peer_seconds,
+                              rounds=args.rounds, round_s=args.round_s))
+    return summed_up(found)
+
+
+def summed_up(found: Sequence[dict[str, Any]]) -> tuple[list[bench.Row], dict[str, str]]:
+    """The best row of each peer for each workload, and the peers' versions."""
+    return [row_of(r) for r in session.best(found)], {r["system"]: r["version"] for r in found if "version" in r}
+
+
+def row_of(found: dict[str, Any]) -> bench.Row:
+    """A peer's row; what other modes took is put into words."""
+    others = "; ".join(f"{how}: {us if isinstance(us, str) else f'{us:.0f} us'}"
+                       for how, us in found.get("others_us", {}).items())
+    how = found["how"] + (f" ({others})" if others else "")
+    known = {f.name for f in fields(bench.Row)}
+    return bench.Row(**{**{k: v for k, v in found.items() if k in known}, "how": how})
+
+
+def by_workload(rows: list[bench.Row], workloads: Sequence[Workload]) -> list[bench.Row]:
+    """Rows in the order of the workloads, those of a workload together."""
+    order = [w.name for w in workloads]
+    return sorted(rows, key=lambda r: (order.index(r.workload), r.dynamic))
 
 
 def _main(args: argparse.Namespace) -> int:
-    args.console = Console()
-    rows: list[bench.Row] = []
-    facts = bench.machine()
-    with Progress(console=args.console, transient=True) as progress:
-        task = progress.add_task("", total=len(args.workloads))
-        for workload in args.workloads:
-            progress.update(task, description=f"{workload.name}: {workload.about}")
-            rows += run(workload, args)
-            progress.advance(task)
-    if not (args.quick or facts["gpus"]):
-        measured = peaks(args)
-        for r in rows:
-            r.peak_bytes = measured.get(r.workload, {}).get(r.system)
+    args.console = Console(width=None if sys.stdout.isatty() else 180)
+    with contextlib.ExitStack() as stack:
+        args.reference = args.reference or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if args.peers or not args.no_errors:
+            with args.console.status("float64 results"):
+                reference.compute(args.reference, [w.name for w in args.workloads], batch=args.batch,
+                                  weights=bool(args.peers))
+        rows, facts = _measure(args)
     args.console.print(bench.table(rows, facts))
     found = verdicts(rows)
     for line in found:
         args.console.print(line)
-    name = args.name or ("gpu" if facts["gpus"] else "cpu")
-    data, text = bench.save(rows, facts, args.out, name)
-    args.console.print(f"Written: {data} and {text}")
-    wrong = any(r.note or is_wrong(r, rows) for r in rows)
-    return int(wrong)
+    data, text = bench.save(rows, facts, args.out, args.name or ("gpu" if facts["gpus"] else "cpu"))
+    drawn = plots.draw(json.loads(data.read_text()), args.out / data.stem) if args.plots else []
+    args.console.print("Written: " + ", ".join(str(p) for p in (data, text, *drawn)))
+    return int(any((r.note and r.system in COMPILE) or is_wrong(r, rows) for r in rows))
+
+
+def _measure(args: argparse.Namespace) -> tuple[list[bench.Row], dict[str, Any]]:
+    rows: list[bench.Row] = []
+    facts = bench.machine()
+    with Progress(console=args.console, transient=True) as progress:
+        task = progress.add_task("", total=len(args.workloads) + bool(args.peers))
+        for workload in args.workloads:
+            progress.update(task, description=f"{workload.name}: {workload.about}")
+            rows += run(workload, args)
+            progress.advance(task)
+        if args.peers:
+            progress.update(task, description=f"{', '.join(args.peers)}")
+            more, facts["peers"] = peer_rows(args)
+            rows = by_workload([*rows, *more], args.workloads)
+    if not (args.quick or facts["gpus"]):
+        measured = peaks(args)
+        for r in rows:
+            if r.system in COMPILE:
+                r.peak_bytes = measured.get(r.workload, {}).get(_label(r.system, r.dynamic))
+    return rows, facts
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """What must hold on a GPU, in one command: kernels against the interpreter, workloads against TensorFlow, a benchmark.
 
-    python -m models.gpu_check [--out DIR] [--minutes 8.5] [--parts kernels,workloads,bench] [--rounds 10]
+    python -m models.gpu_check [--out DIR] [--minutes 8.5] [--parts kernels,workloads,bench,dynamic,restart,peers]
 
-Each part runs in a process of its own and writes DIR/PART.json after every step; a process that dies is started again
-behind the step that killed it, and a second run goes on where the first one ended.  DIR/summary.txt is the end's table.
+Parts: ``kernels`` random graphs against the interpreter; ``workloads`` stitched against TensorFlow; ``bench``
+TensorFlow, XLA and stitched, the batch known and unknown; ``dynamic`` one rewrite for many batch sizes; ``restart`` a
+second process with a full cache; ``peers`` JAX and PyTorch.  Each runs in a process of its own and writes DIR/PART.json
+after every step; a process that dies is started again behind the step that killed it, and a second run goes on where
+the first one ended.  At the end DIR/results.json and .txt (tables, promises kept or not) and plots are made of all
+that is known.
 """
 from __future__ import annotations
 
@@ -12,18 +16,22 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from . import reference
+from .peers.definitions import DEFINITIONS
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 
-PARTS = ("kernels", "workloads", "bench")
-SHARE = {"kernels": 0.3, "workloads": 0.3, "bench": 1.0}  # of the time that is left
+WEIGHTS = {"kernels": 1.0, "workloads": 1.0, "bench": 5.0, "dynamic": 1.5, "restart": 1.0, "peers": 3.0}  # of the time
+PARTS = tuple(WEIGHTS)
 CHUNKS, PER_CHUNK = 12, 25
 WRONG = 1e-4  # of an output's largest value, without TF32
 FATAL = ("CUDA_ERROR", "cuMemcpy", "cuLaunch", "cuCtx", "illegal memory", "launch failed", "Cuda")
@@ -175,7 +183,7 @@ def _check_workload(workload: Any, dynamic: bool) -> dict[str, Any]:
 # --- the benchmark ---------------------------------------------------------------------------------
 
 def benchmark(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A row per workload and system."""
+    """A row per workload and system, the batch size known and unknown."""
     from dataclasses import asdict
 
     from tf_stitch import bench
@@ -183,19 +191,21 @@ def benchmark(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]
     from . import bench as models_bench
     from .workloads import select
 
-    options = models_bench.parse([f"--rounds={args.rounds}", "--round-s=0.05", f"--systems={args.systems}"])
+    options = models_bench.parse([f"--rounds={args.rounds}", f"--round-s={args.round_s}", f"--systems={args.systems}",
+                                  f"--batches={args.batches}", f"--reference={args.scratch / 'reference'}"])
 
     def one(workload: Any) -> dict[str, Any]:
-        with models_bench.fresh_cache():
+        with models_bench.cache(args.scratch / "cache" / workload.name):
             rows = models_bench.run(workload, options)
         return {"rows": [asdict(r) for r in rows],
-                **{r.system: f"{r.kernels} kernels {r.latency_us and round(r.latency_us)} us {r.note}" for r in rows}}
+                **{f"{r.system}{' dynamic' if r.dynamic else ''}":
+                   f"{r.kernels} kernels {r.latency_us and round(r.latency_us)} us {r.compile_s or 0:.1f} s {r.note}"
+                   for r in rows}}
 
     yield "machine", bench.machine
     yield "copy bandwidth", _copy_bandwidth
     for w in select(args.workloads):
         yield w.name, lambda w=w: one(w)
-    yield "batch sizes", lambda: _batch_sizes("dlrm", 100, 8)
 
 
 def _copy_bandwidth() -> dict[str, Any]:
@@ -211,78 +221,97 @@ def _copy_bandwidth() -> dict[str, Any]:
     return {"gb_per_s": 2 * x.shape[0] * 4 / min(known) / 1e3 if known else None}
 
 
-def _batch_sizes(name: str, count: int, xla_count: int) -> dict[str, Any]:
-    """One rewrite, many batch sizes: seconds of every first call, rewrites and plans; XLA compiles some beside it."""
-    from tf_stitch import hook, runtime
-
+def dynamic_batches(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """One rewrite for many batch sizes."""
     from . import bench as models_bench
-    from .workloads import REGISTRY
+    from . import dynamic
+    from .workloads import select
 
-    workload = REGISTRY[name]
-    stitched = models_bench.runner(workload, "stitched", None, True)
-    stitched()
-    rewrites, plans = len(hook.reports()), runtime.counters().plans
-    first = []
-    for batch in range(1, count + 1):
-        args = stitched.instance.inputs(batch)
-        start = time.perf_counter()
-        models_bench.bench.finish(stitched.function(*args))
-        first.append(time.perf_counter() - start)
-    xla = []
-    for batch in range(1, xla_count + 1):
-        fixed = models_bench.runner(workload, "xla", batch, False)
-        start = time.perf_counter()
-        fixed()
-        xla.append(time.perf_counter() - start)
-    return {"workload": name, "sizes": count, "rewrites": len(hook.reports()) - rewrites,
-            "plans": runtime.counters().plans - plans, "first_calls_s": sum(first), "worst_first_call_s": max(first),
-            "xla_sizes": xla_count, "xla_compile_s": sum(xla)}
+    def one(workload: Any) -> dict[str, Any]:
+        with models_bench.fresh_cache():
+            return dynamic.experiment(workload, range(1, args.sizes + 1), samples=args.samples,
+                                      xla_seconds=args.xla_seconds)
+
+    for w in select(args.dynamic):
+        yield w.name, lambda w=w: one(w)
 
 
-RUN = {"kernels": kernels, "workloads": workloads, "bench": benchmark}
+def second_process(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A second process with a full cache; four at a time, each mostly waiting for TensorFlow to start."""
+    from . import restart
+    from .workloads import select
+
+    pool = ThreadPoolExecutor(args.jobs)
+    folders = {w.name: args.scratch / "cache" / w.name for w in select(args.workloads)}
+    jobs = {name: pool.submit(restart.second_process, name, folder, False, not folder.exists())
+            for name, folder in folders.items()}
+    for name, job in jobs.items():
+        yield name, job.result
+    pool.shutdown(cancel_futures=True)
+
+
+def other_libraries(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """JAX and PyTorch, a row per workload and mode."""
+    from .peers import session
+    from .workloads import select
+
+    names, left = [w.name for w in select(args.workloads)], args.end - time.time()
+    for row in session.rows(args.peers.split(","), names, args.scratch / "reference", left, rounds=args.rounds,
+                            round_s=args.round_s):
+        yield f"{row['workload']}, {row['how']}", lambda row=row: {"rows": [row], **row}
+
+
+RUN = {"kernels": kernels, "workloads": workloads, "bench": benchmark, "dynamic": dynamic_batches,
+       "restart": second_process, "peers": other_libraries}
 
 
 # --- the command -----------------------------------------------------------------------------------
 
-def summary(out: Path) -> str:
+def summary(out: Path, parts: Sequence[str]) -> str:
     """What is known so far, as text."""
     from rich.console import Console
 
     from tf_stitch import bench
 
     lines = []
-    for part in PARTS:
-        record = Record(out / f"{part}.json")
-        bad = {k: v["error"] for k, v in record.steps.items() if "error" in v}
-        lines.append(f"{part}: {len(record.steps)} steps, {len(bad)} failed")
+    records = {part: Record(out / f"{part}.json").steps for part in PARTS}
+    for part in parts:
+        bad = {k: v["error"] for k, v in records[part].items() if "error" in v}
+        lines.append(f"{part}: {len(records[part])} steps, {len(bad)} failed")
         lines += [f"  {k}: {v}" for k, v in bad.items()]
-        for name, r in record.steps.items():
-            if part == "workloads" and "error" not in r:
-                lines.append(f"  {name}: difference {r['max_difference']:.1e}, {r['stitched_runs']} stitched runs, "
-                             f"{r['fallbacks']} fallbacks")
-        if part == "kernels":
-            results = [v for v in record.steps.values() if "compared" in v]
-            lines.append(f"  {sum(v['compared'] for v in results)} compared, {sum(v['wrong'] for v in results)} wrong")
-            lines += [f"  {line}" for v in results for line in v["what"]]
-    record = Record(out / "bench.json")
-    rows = [bench.Row(**r) for v in record.steps.values() for r in v.get("rows", ())]
-    if rows:
-        facts = record.steps["machine"]
-        bench.save(rows, facts, out, "table")
-        (out / "device.json").write_text(json.dumps(_for_the_record(facts, record), indent=1) + "\n")
-        with (out / "table.txt").open() as text:
-            lines.append(text.read())
+    lines += [f"  {name}: difference {r['max_difference']:.1e}, {r['stitched_runs']} stitched runs, "
+              f"{r['fallbacks']} fallbacks" for name, r in records["workloads"].items() if "error" not in r]
+    checked = [v for v in records["kernels"].values() if "compared" in v]
+    if checked:
+        lines.append(f"  {sum(v['compared'] for v in checked)} compared, {sum(v['wrong'] for v in checked)} wrong")
+        lines += [f"  {line}" for v in checked for line in v["what"]]
+    if "machine" in records["bench"]:
+        rows, facts = _results(out, records)
         Console(width=200).print(bench.table(rows, facts))
+        lines.append((out / "results.txt").read_text())
     return "\n".join(lines) + "\n"
 
 
-def _for_the_record(facts: dict[str, Any], record: Record) -> dict[str, Any]:
-    """The benchmark as models/results keeps it: what the figures depend on, then a row per workload and system."""
-    versions = {k: facts[k] for k in ("tensorflow", "tf_stitch", "keras", "numpy", "python", "compiler")}
-    other = {k: v for k, v in record.steps.items() if k in ("copy bandwidth", "batch sizes")}
-    return {"device": ", ".join([*facts["gpus"], facts["cpu"]]), "versions": versions,
-            **{k: facts[k] for k in ("commit", "date", "command")}, **other,
-            "rows": [r for v in record.steps.values() for r in v.get("rows", ())]}
+def _results(out: Path, records: dict[str, dict[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
+    """Writes results.json, results.txt and the plots; returns the rows and the facts of the machine."""
+    from tf_stitch import bench
+
+    from . import bench as models_bench
+    from . import plots
+    from .claims import claims
+    from .workloads import select
+
+    rows = [bench.Row(**r) for v in records["bench"].values() for r in v.get("rows", ())]
+    facts = {**records["bench"]["machine"], "command": " ".join(["python", "-m", "models.gpu_check", *sys.argv[1:]])}
+    more, facts["peers"] = models_bench.summed_up([r for v in records["peers"].values() for r in v.get("rows", ())])
+    rows = models_bench.by_workload([*rows, *more], select(""))
+    known = {"copy_gb_per_s": records["bench"].get("copy bandwidth", {}).get("gb_per_s"),
+             "dynamic": [v for v in records["dynamic"].values() if "error" not in v], "restart": records["restart"]}
+    promises = claims(bench.document(rows, facts, **known))
+    known["claims"] = {c.what: {"kept": c.kept, "figure": c.figure} for c in promises}
+    data, _ = bench.save(rows, facts, out, "results", lines=["", *map(str, promises)], **known)
+    plots.draw(json.loads(data.read_text()), out / "results")
+    return rows, facts
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -293,8 +322,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--workloads", default="", help="comma-separated (default: all)")
     parser.add_argument("--systems", default="tensorflow,xla,stitched", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--batches", choices=("known", "unknown", "both"), default="both", help="of the benchmark")
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds of the benchmark")
+    parser.add_argument("--round-s", type=float, default=0.03, help="seconds of a round for each system")
     parser.add_argument("--chunks", type=int, default=CHUNKS, help=f"chunks of {PER_CHUNK} random graphs")
+    parser.add_argument("--dynamic", default="rnn,dlrm,bert", help="workloads of the dynamic part")
+    parser.add_argument("--sizes", type=int, default=100, help="batch sizes of the dynamic part, from 1")
+    parser.add_argument("--samples", type=int, default=5, help="of them compared with static rewrites")
+    parser.add_argument("--xla-seconds", type=float, default=10.0, help="time for more XLA compiles, per workload")
+    parser.add_argument("--jobs", type=int, default=4, help="processes at a time in the restart part")
+    parser.add_argument("--peers", default="jax,torch", help="libraries of the peers part")
+    parser.add_argument("--scratch", type=Path, help="folder of float64 results and kernel caches (default: a new one)")
     parser.add_argument("--dry", action="store_true", help="without a GPU: CUDA text is compiled, the host's is run")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -314,8 +352,27 @@ def main(argv: list[str] | None = None) -> int:
         walk(Record(args.out / f"{args.part}.json"), RUN[args.part](args), args.end)
         return 0
     end = time.time() + 60 * args.minutes
-    for part in args.parts.split(","):
-        until = time.time() + (end - time.time()) * SHARE[part]
+    with tempfile.TemporaryDirectory() as folder:
+        if args.scratch is None:
+            args.scratch, argv = Path(folder), [*argv, f"--scratch={folder}"]
+        _run_parts(args, argv, end)
+    text = summary(args.out, args.parts.split(","))
+    (args.out / "summary.txt").write_text(text)
+    print(text, flush=True)
+    return int("failed\n" in text.replace(" 0 failed", "") or (", 0 wrong" not in text and "kernels" in args.parts))
+
+
+def _run_parts(args: argparse.Namespace, argv: Sequence[str], end: float) -> None:
+    """Gives each part its share of the time; what one leaves the next ones have."""
+    parts = args.parts.split(",")
+    if set(parts) & {"bench", "peers"}:
+        start = time.time()
+        names = [n for n in args.workloads.split(",") if n] or list(DEFINITIONS)
+        reference.compute(args.scratch / "reference", names, weights="peers" in parts)
+        print(f"float64 results: {time.time() - start:.0f} s", flush=True)
+    for k, part in enumerate(parts):
+        share = WEIGHTS[part] / sum(WEIGHTS[p] for p in parts[k:])
+        until = time.time() + (end - time.time()) * share
         print(f"{part}: {until - time.time():.0f} s", flush=True)
         for _ in range(6):  # a process that died is started again
             command = [sys.executable, "-m", "models.gpu_check", *argv, f"--part={part}", f"--end={until}"]
@@ -325,10 +382,6 @@ def main(argv: list[str] | None = None) -> int:
             except subprocess.TimeoutExpired:
                 print("  out of time", flush=True)
                 break
-    text = summary(args.out)
-    (args.out / "summary.txt").write_text(text)
-    print(text, flush=True)
-    return int("failed\n" in text.replace(" 0 failed", "") or ", 0 wrong" not in text)
 
 
 if __name__ == "__main__":

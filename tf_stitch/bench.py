@@ -58,6 +58,10 @@ class Row:
       memcpys: copies and fills on the GPU in one call; they are no kernels.
       rounds_us: the mean time of a call, round by round.
       gpu_busy_us: time in which the GPU ran kernels or copies of one call.
+      dynamic: the system does not know the batch size.
+      how: what else is to be said of the figures: a compiler's mode, for example.
+      rewrite_s: the part of compile_s that tf_stitch took to rewrite and compile; the rest is TensorFlow's tracing and
+        optimising, loading, and the first run.
     """
 
     workload: str
@@ -74,6 +78,9 @@ class Row:
     read_us: float | None = None
     memcpys: int | None = None
     gpu_busy_us: float | None = None
+    dynamic: bool = False
+    how: str = ""
+    rewrite_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -283,10 +290,12 @@ def counts(traced: Trace) -> tuple[int, int]:
     return ops, ops - stitched_ops + sum(k.calls for k in traced.kernels)
 
 
-def measure(workload: str, calls: dict[str, Call], *, rounds: int, round_s: float = 0.05) -> dict[str, Row]:
+def measure(workload: str, calls: dict[str, Call], *, rounds: int, round_s: float = 0.05,
+            started: Callable[[Row], None] = lambda row: None) -> dict[str, Row]:
     """A row per system: first call, counts, peak memory on a GPU, then interleaved rounds.
 
-    A system whose first call raises gets a row with the reason and no figures.
+    A system whose first call raises gets a row with the reason and no figures; ``started`` is called after the first
+    call of every other one.
     """
     rows = {name: Row(workload, name) for name in calls}
     good: dict[str, Call] = {}
@@ -297,6 +306,7 @@ def measure(workload: str, calls: dict[str, Call], *, rounds: int, round_s: floa
             rows[name].note = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             continue
         good[name] = call
+        started(rows[name])
         if tf.config.list_physical_devices("GPU"):  # on a CPU the count needs an allocator that changes the timing
             rows[name].peak_bytes = peak_bytes(call)
         traced = trace(call)
@@ -377,13 +387,14 @@ def _cpu_name() -> str:
     return f"{facts.get('model name', platform.machine())} ({vector})"
 
 
-def ratio(rows: Sequence[Row], workload: str, system: str, base: str = "tensorflow") -> float | None:
+def ratio(rows: Sequence[Row], workload: str, system: str, base: str = "tensorflow",
+          dynamic: bool = False) -> float | None:
     """How many times faster ``system`` is than ``base``; None when one has no figure.
 
     The median of the ratios of each round, which sees both systems at about the same moment: other work on the
     machine, that comes and goes, moves it less than it moves the latencies.
     """
-    found = {r.system: r for r in rows if r.workload == workload}
+    found = {r.system: r for r in rows if (r.workload, r.dynamic) == (workload, dynamic)}
     a, b = found.get(system), found.get(base)
     if a is None or b is None or not a.latency_us or not b.latency_us:
         return None
@@ -404,31 +415,48 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> Table:
         out.add_column(name, justify="right", no_wrap=True)
     last = ""
     for r in rows:
-        if last and r.workload != last:
+        label = f"{r.workload}, any batch" if r.dynamic else r.workload
+        if last and label != last:
             out.add_section()
-        ratios = [_text(ratio(rows, r.workload, r.system, base), "{:.2f}x") for base in ("tensorflow", "xla")]
-        gpu = [_text(r.memcpys, "{}"), _text(r.gpu_busy_us, "{:.0f}"), _text(r.read_us, "{:.0f}")] if on_gpu else []
-        figures = [_text(r.latency_us, "{:.0f}"), _text(r.min_us, "{:.0f}"), *ratios, _text(r.ops, "{}"),
-                   _text(r.kernels, "{}"), *gpu, _text(r.compile_s, "{:.2f}"), _text(r.max_rel_error, "{:.1e}"),
-                   _text(r.peak_bytes and r.peak_bytes / 1024, "{:.0f}")]
-        out.add_row(r.workload if r.workload != last else "", r.system, *(figures if not r.note else [r.note]))
-        last = r.workload
+        out.add_row(label if label != last else "", r.system, *(_figures(r, rows, bool(on_gpu)) if not r.note
+                                                                else [r.note]))
+        last = label
     return out
+
+
+def _figures(r: Row, rows: Sequence[Row], on_gpu: bool) -> list[str]:
+    ratios = [_text(ratio(rows, r.workload, r.system, base, r.dynamic), "{:.2f}x") for base in ("tensorflow", "xla")]
+    gpu = [_text(r.memcpys, "{}"), _text(r.gpu_busy_us, "{:.0f}"), _text(r.read_us, "{:.0f}")] if on_gpu else []
+    return [_text(r.latency_us, "{:.0f}"), _text(r.min_us, "{:.0f}"), *ratios, _text(r.ops, "{}"),
+            _text(r.kernels, "{}"), *gpu, _text(r.compile_s, "{:.2f}"), _text(r.max_rel_error, "{:.1e}"),
+            _text(r.peak_bytes and r.peak_bytes / 1024, "{:.0f}")]
 
 
 def _text(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def save(rows: Sequence[Row], facts: dict[str, Any], folder: Path, name: str) -> tuple[Path, Path]:
-    """Writes NAME.json and NAME.txt (the table) and returns their paths."""
+VERSIONS = ("tensorflow", "tf_stitch", "keras", "numpy", "python", "compiler")
+
+
+def document(rows: Sequence[Row], facts: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The result file: device, versions, commit, date, command, what else is known, then a row per system."""
+    versions = {k: facts[k] for k in VERSIONS} | facts.get("peers", {})
+    known = {"device": ", ".join([*facts["gpus"], facts["cpu"]]), "versions": versions}
+    known |= {k: facts[k] for k in ("commit", "date", "command", "cores", "load_average")}
+    return {**known, **more, "rows": [asdict(r) for r in rows]}
+
+
+def save(rows: Sequence[Row], facts: dict[str, Any], folder: Path, name: str, *, lines: Sequence[str] = (),
+         **more: Any) -> tuple[Path, Path]:
+    """Writes NAME.json (:func:`document`) and NAME.txt (the table, then ``lines``) and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     data, text = folder / f"{name}.json", folder / f"{name}.txt"
-    data.write_text(json.dumps({"machine": facts, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+    data.write_text(json.dumps(document(rows, facts, **more), indent=1) + "\n")
     with text.open("w") as out:
         console = Console(file=out, width=180)
         console.print(table(rows, facts))
-        console.print("\n".join(f"{k}: {v}" for k, v in facts.items()), highlight=False)
+        console.print("\n".join([*(f"{k}: {v}" for k, v in facts.items()), *lines]), highlight=False)
     return data, text
 
 

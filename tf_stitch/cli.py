@@ -86,16 +86,14 @@ def _explain(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .bench import bench_saved_model, machine, table
+    from .bench import bench_saved_model, document, machine, table
     from .saved_model import load_inputs
 
     rows = bench_saved_model(args.src, signature=args.signature, inputs=load_inputs(args.inputs) or None,
                              batch=args.batch, systems=args.systems.split(","), rounds=args.rounds)
     facts = machine()
     if args.json:
-        from dataclasses import asdict
-
-        print(json.dumps({"machine": facts, "rows": [asdict(r) for r in rows]}, indent=1))
+        print(json.dumps(document(rows, facts), indent=1))
     elif not args.quiet:
         Console(width=None if sys.stdout.isatty() else 180).print(table(rows, facts))
     return 0

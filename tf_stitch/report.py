@@ -68,12 +68,13 @@ class Report:
     """What a rewrite did.
 
     ``errors`` holds the worst error per output after a verification; ``notes`` are sentences on what a user may not
-    expect.
+    expect; ``seconds`` is how long it took, the compilers' time included.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
     @property
     def clusters(self) -> list[ClusterReport]:
@@ -137,12 +138,14 @@ class Report:
         self.graphs.extend(other.graphs)
         self.errors.update(other.errors)
         self.notes.extend(other.notes)
+        self.seconds += other.seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the derived numbers."""
         numbers = {k: getattr(self, k) for k in
                    ("ops_before", "ops_after", "kernels", "kernels_after", "stitched_ops", "coverage")}
-        return {**numbers, "errors": self.errors, "notes": self.notes, "graphs": [asdict(g) for g in self.graphs]}
+        return {**numbers, "seconds": round(self.seconds, 3), "errors": self.errors,
+                "notes": self.notes, "graphs": [asdict(g) for g in self.graphs]}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)

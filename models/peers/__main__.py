@@ -199,7 +199,7 @@ def _error(outputs: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> fl
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """The row of the workload; a library that cannot run it gives a row that says why."""
-    row: dict[str, Any] = {"workload": args.workload, "system": args.peer, "note": ""}
+    row: dict[str, Any] = {"workload": args.workload, "system": args.peer, "note": "", "how": args.peer}
     try:
         peer = PEERS[args.peer](args.mode)
         row |= {"how": peer.label, "version": peer.version}

@@ -82,7 +82,8 @@ def test_result_files(tmp_path: Path) -> None:
     data, text = bench.save(rows, bench.machine(), tmp_path / "new", "cpu")
     saved = json.loads(data.read_text())
     assert [r["system"] for r in saved["rows"]] == ["tensorflow", "xla", "stitched"]
-    assert {"cpu", "cores", "tensorflow", "commit", "date", "command"} <= set(saved["machine"])
+    assert {"device", "versions", "commit", "date", "command", "rows"} <= set(saved)
+    assert saved["versions"]["tensorflow"] == tf.__version__
     assert "2.00x" in text.read_text() and "Oops: no" in text.read_text()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -53,6 +54,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
 
     What cannot be stitched stays as it is, with the reason in the report.  Threads may rewrite at the same time.
     """
+    start = time.perf_counter()
     options, keep_in = Options.of(options), keep_in or {}
     out = graph_pb2.GraphDef()
     out.CopyFrom(graph_def)
@@ -79,7 +81,8 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
             if fallback.signature.name not in functions_out:
                 out.library.function.append(fallback)
                 functions_out[fallback.signature.name] = out.library.function[-1]
-    return out, Report([p.report() for p in places if p.why_untouched != _IS_FALLBACK])
+    reports = [p.report() for p in places if p.why_untouched != _IS_FALLBACK]
+    return out, Report(reports, seconds=time.perf_counter() - start)
 
 
 def _check_whole(nodes: Iterable[node_def_pb2.NodeDef], source: graph_pb2.GraphDef | function_pb2.FunctionDef) -> None:

@@ -1,0 +1,116 @@
+"""What the project promises of a GPU, checked against a result document: each promise with its figure, kept or not."""
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tf_stitch.bench import Row, ratio
+
+from . import dynamic, restart
+
+TWICE = ("lr", "w2v", "rnn", "birnn", "dien", "nmt")  # at least twice as fast as XLA
+FEWER = ("lr", "w2v", "rnn", "birnn", "speech", "nmt")  # fewer kernels than XLA
+OVER_TENSORFLOW = 4.0  # geometric mean
+BANDWIDTH = 0.8  # share of the copy bandwidth that the layer-norm block reaches
+LAYERNORM_BYTES = 2 * 4096 * 1024 * 4  # read once, written once
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A promise: ``kept`` is None where the document does not tell."""
+
+    what: str
+    kept: bool | None
+    figure: str
+
+    def __str__(self) -> str:
+        return f"{ {True: 'yes', False: 'NO', None: '-'}[self.kept] :>3}  {self.what}: {self.figure}"
+
+
+def claims(document: Mapping[str, Any]) -> list[Claim]:
+    """All promises that the benchmark can check, for a document as ``models.gpu_check`` writes it."""
+    rows = [Row(**r) for r in document["rows"]]
+    names = list(dict.fromkeys(r.workload for r in rows))
+    return [*_latency(rows, names), *_kernels(rows), _bandwidth(rows, document.get("copy_gb_per_s")),
+            *_compile(rows, names), _restart(document.get("restart") or {}),
+            *_dynamic(document.get("dynamic") or ())]
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """None of nothing."""
+    found = list(values)
+    return statistics.geometric_mean(found) if found else None
+
+
+def _latency(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Claim]:
+    for dynamic_batch, label in ((False, ""), (True, ", unknown batch")):
+        over = {base: {n: x for n in names if (x := ratio(rows, n, "stitched", base, dynamic_batch))}
+                for base in ("tensorflow", "xla")}
+        mean = geometric_mean(over["tensorflow"].values())
+        yield _at_least(f"TensorFlow's latency over stitched, geometric mean{label}", mean, OVER_TENSORFLOW)
+        for n in TWICE:
+            yield _at_least(f"XLA's latency over stitched, {n}{label}", over["xla"].get(n), 2.0)
+        for n in names:
+            if n not in TWICE:
+                yield _at_least(f"XLA's latency over stitched, {n}{label}", over["xla"].get(n), 1.0)
+        mean = geometric_mean(over["xla"].values())
+        yield Claim(f"XLA's latency over stitched, geometric mean{label}", None, _text(mean))
+    for n in names:
+        best = {r.system: r.latency_us for r in rows if r.workload == n and not r.dynamic and r.latency_us}
+        if "stitched" in best and set(best) & {"jax", "torch"}:
+            fastest = min(best, key=lambda s: best[s] or 0.0)
+            figures = ", ".join(f"{s} {us:.0f}" for s, us in sorted(best.items(), key=lambda item: item[1] or 0.0))
+            yield Claim(f"fastest of all systems, {n}", fastest == "stitched", f"{figures} us")
+
+
+def _kernels(rows: Sequence[Row]) -> Iterable[Claim]:
+    count = {(r.workload, r.system): r.kernels for r in rows if not r.dynamic and r.kernels}
+    shares = []
+    for n in FEWER:
+        ours, xla = count.get((n, "stitched")), count.get((n, "xla"))
+        if ours and xla:
+            shares.append(ours / xla)
+        known = bool(ours and xla)
+        yield Claim(f"fewer kernels than XLA, {n}", ours < xla if ours and xla else None,
+                    f"{ours}, XLA {xla}" if known else "-")
+    mean = _text(geometric_mean(shares))
+    yield Claim(f"kernels, stitched over XLA, geometric mean of {', '.join(FEWER)}", None, mean)
+
+
+def _bandwidth(rows: Sequence[Row], copy_gb_per_s: float | None) -> Claim:
+    busy = [r.gpu_busy_us for r in rows if (r.workload, r.system, r.dynamic) == ("layernorm", "stitched", False)]
+    share = LAYERNORM_BYTES / busy[0] / 1e3 / copy_gb_per_s if busy and busy[0] and copy_gb_per_s else None
+    return _at_least("layernorm, share of the copy bandwidth", share, BANDWIDTH)
+
+
+def _compile(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Claim]:
+    seconds = {(r.workload, r.system): r.compile_s for r in rows if not r.dynamic}
+    for n in names:
+        ours, xla = seconds.get((n, "stitched")), seconds.get((n, "xla"))
+        known = ours is not None and xla is not None
+        yield Claim(f"compiles sooner than XLA, {n}", ours < xla if ours is not None and xla is not None else None,
+                    f"{ours:.2f} s, XLA {xla:.2f} s" if known else "-")
+
+
+def _restart(found: Mapping[str, Mapping[str, Any]]) -> Claim:
+    seconds = {n: r["first_answer_s"] for n, r in found.items() if "first_answer_s" in r}
+    failed = [f"{n}: {r['error']}" for n, r in found.items() if "error" in r]
+    text = ", ".join([*(f"{n} {s:.2f}" for n, s in seconds.items()), *failed]) or "-"
+    kept = not failed and max(seconds.values()) < restart.LIMIT_S if found else None
+    return Claim("a second process answers in under 1 s", kept, text)
+
+
+def _dynamic(found: Sequence[dict[str, Any]]) -> Iterable[Claim]:
+    for one in found:
+        short = dynamic.verdicts(one)
+        yield Claim("many batch sizes", not short, "; ".join([dynamic.line(one), *short]))
+
+
+def _at_least(what: str, value: float | None, least: float) -> Claim:
+    return Claim(f"{what} (at least {least:g})", None if value is None else value >= least, _text(value))
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
