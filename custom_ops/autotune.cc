@@ -189,7 +189,7 @@ bool MakeFolders(const std::string& path) {
 bool TuningAllowed() {
   static const bool enabled = [] {
     const char* value = getenv("TF_STITCH_AUTOTUNE");
-    return value && strcmp(value, "1") == 0;
+    return !value || strcmp(value, "0") != 0;
   }();
   return enabled && !t_forbidden;
 }

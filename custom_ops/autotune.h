@@ -1,6 +1,6 @@
 // Chooses the fastest of several ways to do one thing by timing them on the device, and keeps choices on disk.
 //
-// Plain C++ over the CUDA driver API.  TF_STITCH_AUTOTUNE=1 turns measurements on; else the first way is taken, which
+// Plain C++ over the CUDA driver API.  TF_STITCH_AUTOTUNE=0 turns measurements off: then the first way is taken, which
 // is the library's own heuristic, and two runs of a program always take the same one.
 #ifndef TF_STITCH_CUSTOM_OPS_AUTOTUNE_H_
 #define TF_STITCH_CUSTOM_OPS_AUTOTUNE_H_
@@ -15,7 +15,7 @@
 
 namespace tf_stitch::cuda {
 
-// False unless TF_STITCH_AUTOTUNE=1, and while this thread forbids it.
+// False when TF_STITCH_AUTOTUNE=0 and while this thread forbids it.
 bool TuningAllowed();
 
 // Forbids measurements by this thread while it lives (a stream is being captured; results must be deterministic).

@@ -45,6 +45,7 @@ Loaded Load() {
   find("cuMemAlloc_v2", &d.MemAlloc);
   find("cuMemFree_v2", &d.MemFree);
   find("cuMemcpyHtoDAsync_v2", &d.MemcpyHtoDAsync);
+  find("cuMemcpyDtoDAsync_v2", &d.MemcpyDtoDAsync);
   find("cuMemsetD8Async", &d.MemsetD8Async);
   find("cuStreamCreate", &d.StreamCreate);
   find("cuStreamDestroy_v2", &d.StreamDestroy);

@@ -66,6 +66,7 @@ struct Driver {
   Result (*MemAlloc)(void**, size_t);
   Result (*MemFree)(void*);
   Result (*MemcpyHtoDAsync)(void*, const void*, size_t, Stream);
+  Result (*MemcpyDtoDAsync)(void*, const void*, size_t, Stream);
   Result (*MemsetD8Async)(void*, unsigned char, size_t, Stream);
   Result (*StreamCreate)(Stream*, unsigned);
   Result (*StreamDestroy)(Stream);

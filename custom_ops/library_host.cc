@@ -86,19 +86,64 @@ void Rows(const MatmulFlags& f, const std::vector<int64_t>& dims, void* const* b
   }
 }
 
+// All channels of the places [begin, end) of a convolution's result.
+template <class T>
+void Places(const ConvFlags& f, const std::vector<int64_t>& dims, void* const* buffers, int64_t begin, int64_t end) {
+  using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  const size_t spatial = f.spatial();
+  const int64_t channels = dims[1] / f.groups, all_channels = dims[1], out_channels = dims[2];
+  const int64_t *in = dims.data() + 3, *out = in + spatial, *window = out + spatial;
+  const T *x = static_cast<const T*>(buffers[0]), *w = static_cast<const T*>(buffers[1]);
+  const T* bias = f.bias ? static_cast<const T*>(buffers[2]) : nullptr;
+  const T* residual = f.residual ? static_cast<const T*>(buffers[f.bias ? 3 : 2]) : nullptr;
+  T* y = static_cast<T*>(buffers[2 + f.bias + f.residual]);
+  int64_t taps = 1;
+  for (size_t i = 0; i < spatial; ++i) taps *= window[i];
+  std::vector<Wide> sums(static_cast<size_t>(out_channels));
+  for (int64_t place = begin; place < end; ++place) {
+    std::fill(sums.begin(), sums.end(), Wide{0});
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      int64_t pixel = 0, scale = 1, p = place, t = tap;  // of x under the window's tap; -1 outside
+      for (size_t i = spatial; i-- > 0 && pixel >= 0; p /= out[i], t /= window[i], scale *= in[i]) {
+        int64_t at = p % out[i] * f.strides[i] - f.low[i] + t % window[i] * f.dilations[i];
+        pixel = at < 0 || at >= in[i] ? -1 : pixel + at * scale;
+      }
+      if (pixel < 0) continue;
+      pixel += p * scale;  // p is the image by now
+      for (int64_t o = 0; o < out_channels; ++o) {
+        const T* from = x + pixel * all_channels + o / (out_channels / f.groups) * channels;
+        const T* filter = w + (o * taps + tap) * channels;
+        for (int64_t c = 0; c < channels; ++c) sums[o] += Widen(from[c]) * Widen(filter[c]);
+      }
+    }
+    for (int64_t o = 0; o < out_channels; ++o) {
+      Wide sum = sums[o];
+      if (residual) sum += Widen(residual[place * out_channels + o]);
+      if (bias) sum += Widen(bias[o]);
+      Narrow(f.relu && sum < 0 ? Wide{0} : sum, &y[place * out_channels + o]);
+    }
+  }
+}
+
+template <class T>
+void Blocks(const Step& step, const StepPlan& plan, void* const* buffers, int64_t begin, int64_t end) {
+  if (step.call == LibraryCall::kMatmul) return Rows<T>(step.matmul, plan.dims, buffers, begin, end);
+  Places<T>(step.conv, plan.dims, buffers, begin, end);
+}
+
 }  // namespace
 
-void RunMatmulRows(const MatmulFlags& flags, int dtype, const StepPlan& plan, void* const* buffers, int64_t begin,
-                   int64_t end) {
+void RunLibraryBlocks(const Step& step, int dtype, const StepPlan& plan, void* const* buffers, int64_t begin,
+                      int64_t end) {
   switch (dtype) {
     case 1:
-      return Rows<float>(flags, plan.dims, buffers, begin, end);
+      return Blocks<float>(step, plan, buffers, begin, end);
     case 2:
-      return Rows<double>(flags, plan.dims, buffers, begin, end);
+      return Blocks<double>(step, plan, buffers, begin, end);
     case 14:
-      return Rows<Bfloat16>(flags, plan.dims, buffers, begin, end);
+      return Blocks<Bfloat16>(step, plan, buffers, begin, end);
     case 19:
-      return Rows<Half>(flags, plan.dims, buffers, begin, end);
+      return Blocks<Half>(step, plan, buffers, begin, end);
     default:
       return;  // the parser lets no other type through
   }

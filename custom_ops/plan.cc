@@ -1,7 +1,6 @@
 #include "plan.h"
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "counters.h"
@@ -174,7 +173,7 @@ class Planner {
       StepPlan& out = plan_.steps[i];
       for (ExprId e : s.dims) out.dims.push_back(values_[e]);
       if (s.kind == Step::Kind::kLibrary) {
-        if (!Matmul(s, &out)) return false;
+        if (!(s.call == LibraryCall::kMatmul ? Matmul(s, &out) : Convolution(s, &out))) return false;
         continue;
       }
       out.blocks = values_[s.blocks];
@@ -202,8 +201,43 @@ class Planner {
     return true;
   }
 
+  // The same for a convolution.  Blocks are the places of the result in all images.
+  bool Convolution(const Step& s, StepPlan* out) {
+    const ConvFlags& f = s.conv;
+    const size_t spatial = f.spatial();
+    const int64_t *d = out->dims.data(), *in = d + 3, *places = in + spatial, *window = places + spatial;
+    std::vector<int64_t> x{d[0], d[1]}, w{d[2], d[1] / f.groups}, y{d[0], d[2]};
+    for (size_t i = 0; i < spatial; ++i) {
+      int64_t span, room;
+      if (window[i] < 1 || __builtin_mul_overflow(window[i] - 1, f.dilations[i], &span) ||
+          __builtin_add_overflow(in[i], f.low[i] + f.high[i], &room) || room < 0 || span > kLargest) {
+        return No("a convolution's window is empty or too large");
+      }
+      int64_t fit = room - span - 1;  // as ir.structural.window_dim
+      if (places[i] != (fit < 0 ? 0 : fit / f.strides[i] + 1)) return No("a convolution's result has another size");
+      x.push_back(in[i]);
+      w.push_back(window[i]);
+      y.push_back(places[i]);
+    }
+    if (d[1] % f.groups || d[2] % f.groups) return No("a convolution's groups do not divide its channels");
+    std::vector<uint32_t> like_y{s.buffers.back()};
+    if (f.residual) like_y.push_back(s.buffers[f.bias ? 3 : 2]);
+    bool fits = Holds(s.buffers[0], x) && Holds(s.buffers[1], w) && (!f.bias || Holds(s.buffers[2], {d[2]}));
+    for (uint32_t id : like_y) fits = fits && Holds(id, y);
+    if (!fits) return No("an operand of a convolution is too small");
+    out->blocks = d[2] ? Product(y) / d[2] : 0;
+    out->cost = out->blocks ? std::max<int64_t>(Product(w), 1) : 1;
+    return true;
+  }
+
+  static int64_t Product(const std::vector<int64_t>& sizes) {  // of sizes that a buffer holds
+    int64_t out = 1;
+    for (int64_t d : sizes) out *= d;
+    return out;
+  }
+
   // True when the sizes are not negative and the buffer has room for their product.
-  bool Holds(uint32_t id, std::array<int64_t, 3> sizes) const {
+  bool Holds(uint32_t id, const std::vector<int64_t>& sizes) const {
     int64_t bytes = DTypeSize(p_.buffers[id].dtype);
     for (int64_t d : sizes) {
       if (d < 0 || __builtin_mul_overflow(bytes, d, &bytes)) return false;

@@ -11,7 +11,8 @@ namespace {
 
 constexpr char kMagic[4] = {'T', 'F', 'S', 'P'};
 constexpr uint8_t kVersion = 1;
-constexpr size_t kHeader = 9;  // magic, version, crc32
+constexpr size_t kHeader = 9;                   // magic, version, crc32
+constexpr size_t kLargestConvNumber = 1 << 20;  // a stride, padding, dilation or number of groups is below this
 
 enum Section : uint8_t { kNames = 1, kSymbols, kExprs, kBuffers, kSteps, kGuards, kCode, kText };
 
@@ -214,23 +215,59 @@ class Parser {
 
   void Library(Reader& r, Step& s) {
     std::string call = Name(r);
-    if (call != "matmul") r.Fail("the library call '" + call + "' is not known");
+    constexpr LibraryCall kCalls[] = {LibraryCall::kMatmul, LibraryCall::kConv};
+    auto known = std::find_if(std::begin(kCalls), std::end(kCalls), [&](LibraryCall c) { return call == NameOf(c); });
+    if (known == std::end(kCalls)) return r.Fail("the library call '" + call + "' is not known");
+    s.call = *known;
     s.buffers.resize(r.Count());
     for (uint32_t& b : s.buffers) b = r.Index(p_.buffers.size(), "buffer");
     s.dims = ExprRefs(r);
-    bool* const flags[] = {&s.matmul.trans_lhs,     &s.matmul.trans_rhs, &s.matmul.broadcast_lhs,
-                           &s.matmul.broadcast_rhs, &s.matmul.bias,      &s.matmul.relu};
-    if (r.Count() != std::size(flags)) r.Fail("a matrix product has not 6 flags");
-    for (bool* flag : flags) *flag = r.Index(2, "flag");
+    size_t flags = r.Count();
     if (!r.ok()) return;
+    size_t operands = s.call == LibraryCall::kMatmul ? MatmulOf(r, s, flags) : ConvOf(r, s, flags);
+    if (r.ok()) CheckOperands(r, s, operands);
+  }
+
+  // Reads the flags of a matrix product; returns how many buffers it has.
+  size_t MatmulOf(Reader& r, Step& s, size_t flags) {
+    bool* const all[] = {&s.matmul.trans_lhs,     &s.matmul.trans_rhs, &s.matmul.broadcast_lhs,
+                         &s.matmul.broadcast_rhs, &s.matmul.bias,      &s.matmul.relu};
+    if (flags != std::size(all)) r.Fail("a matrix product has not 6 flags");
+    for (bool* flag : all) *flag = r.Index(2, "flag");
     if (s.dims.size() != 4) r.Fail("a matrix product has not 4 dims");
-    if (s.buffers.size() != (s.matmul.bias ? 4 : 3)) r.Fail("a matrix product has another number of operands");
-    int dtype = p_.buffers[s.buffers[0]].dtype;
-    if (!IsMatmulDType(dtype)) r.Fail("a matrix product has elements of type " + std::to_string(dtype));
-    for (uint32_t b : s.buffers) {
-      if (p_.buffers[b].dtype != dtype) r.Fail("a matrix product has operands of several types");
+    return s.matmul.bias ? 4 : 3;
+  }
+
+  // The same for a convolution: three flags, groups, and four numbers for each spatial dim.
+  size_t ConvOf(Reader& r, Step& s, size_t flags) {
+    ConvFlags& f = s.conv;
+    size_t spatial = flags >= 4 ? (flags - 4) / 4 : 0;
+    if (flags != 4 + 4 * spatial || spatial < 2 || spatial > 3) r.Fail("a convolution has not 12 or 16 flags");
+    if (s.dims.size() != 3 + 3 * spatial) r.Fail("a convolution has another number of dims");
+    for (bool* flag : {&f.bias, &f.residual, &f.relu}) *flag = r.Index(2, "flag");
+    f.groups = r.Index(kLargestConvNumber, "number of groups");
+    for (auto* list : {&f.strides, &f.low, &f.high, &f.dilations}) {
+      for (size_t i = 0; i < spatial && r.ok(); ++i)
+        list->push_back(r.Index(kLargestConvNumber, "stride or padding of"));
     }
-    if (p_.buffers[s.buffers.back()].kind == BufferKind::kInput) r.Fail("a matrix product writes an input");
+    auto positive = [](int64_t v) { return v > 0; };
+    if (!f.groups || !std::all_of(f.strides.begin(), f.strides.end(), positive) ||
+        !std::all_of(f.dilations.begin(), f.dilations.end(), positive)) {
+      r.Fail("a convolution has a stride, a dilation or groups of 0");
+    }
+    return 3 + f.bias + f.residual;
+  }
+
+  // Operands of one element type that libraries have; the last one is written.
+  void CheckOperands(Reader& r, const Step& s, size_t count) {
+    std::string what = std::string("a ") + Describe(s.call);
+    if (s.buffers.size() != count) return r.Fail(what + " has another number of operands");
+    int dtype = p_.buffers[s.buffers[0]].dtype;
+    if (!IsLibraryDType(dtype)) r.Fail(what + " has elements of type " + std::to_string(dtype));
+    for (uint32_t b : s.buffers) {
+      if (p_.buffers[b].dtype != dtype) r.Fail(what + " has operands of several types");
+    }
+    if (p_.buffers[s.buffers.back()].kind == BufferKind::kInput) r.Fail(what + " writes an input");
   }
 
   void Guards(Reader& r) {
@@ -369,7 +406,10 @@ uint32_t Crc32(std::string_view data) {
   return crc ^ 0xFFFFFFFFu;
 }
 
-bool IsMatmulDType(int dtype) { return dtype == 1 || dtype == 2 || dtype == 14 || dtype == 19; }
+bool IsLibraryDType(int dtype) { return dtype == 1 || dtype == 2 || dtype == 14 || dtype == 19; }
+
+const char* NameOf(LibraryCall call) { return call == LibraryCall::kMatmul ? "matmul" : "conv"; }
+const char* Describe(LibraryCall call) { return call == LibraryCall::kMatmul ? "matrix product" : "convolution"; }
 
 int DTypeSize(int dtype) {
   switch (dtype) {

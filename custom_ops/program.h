@@ -15,7 +15,7 @@ namespace tf_stitch {
 // Element types carry TensorFlow's DataType numbers, which are stable.  Returns 0 for a type that programs cannot hold.
 int DTypeSize(int dtype);
 bool IsIntegerDType(int dtype);
-bool IsMatmulDType(int dtype);  // float16, bfloat16, float32, float64
+bool IsLibraryDType(int dtype);  // of library steps: float16, bfloat16, float32, float64
 
 enum class SymbolKind : uint8_t { kDim = 0, kValue = 1 };
 
@@ -59,14 +59,25 @@ struct Buffer {
   int32_t first_step = -1, last_step = -1;  // the steps that touch it; the first one writes it, unless it is an input
 };
 
-// What a library step calls.  kMatmul: out[b] = op(lhs[b]) @ op(rhs[b]) (+ bias along n) (then ReLU), row-major and
-// dense; buffers: lhs, rhs, [bias,] out; dims: batch, m, n, k.
-enum class LibraryCall : uint8_t { kMatmul = 0 };
+// What a library step calls.
+//   kMatmul: out[b] = op(lhs[b]) @ op(rhs[b]) (+ bias along n) (then ReLU), row-major and dense; buffers: lhs, rhs,
+//     [bias,] out; dims: batch, m, n, k.
+//   kConv: out = conv(x, w) (+ residual) (+ bias along channels) (then ReLU), channels last and dense: x [batch, in...,
+//     channels], w [out channels, window..., channels / groups]; buffers: x, w, [bias,] [residual,] out; dims: batch,
+//     channels, out channels, in..., out..., window....
+enum class LibraryCall : uint8_t { kMatmul = 0, kConv = 1 };
 
 struct MatmulFlags {
   bool trans_lhs, trans_rhs;          // the operand is stored transposed
   bool broadcast_lhs, broadcast_rhs;  // one matrix for the whole batch
   bool bias, relu;
+};
+
+struct ConvFlags {
+  bool bias, residual, relu;
+  int64_t groups;
+  std::vector<int64_t> strides, low, high, dilations;  // by spatial dim; low, high: zeros around x
+  size_t spatial() const { return strides.size(); }
 };
 
 struct Step {
@@ -78,6 +89,7 @@ struct Step {
   // kLibrary
   LibraryCall call = LibraryCall::kMatmul;
   MatmulFlags matmul{};
+  ConvFlags conv{};
   // kKernel
   std::string kernel;
   ExprId blocks = 0, shared_bytes = 0, cost = 0;
@@ -110,6 +122,10 @@ struct Program {
   std::vector<Code> code;
   std::string text;
 };
+
+// What a library call is called in a program, and in messages.
+const char* NameOf(LibraryCall call);
+const char* Describe(LibraryCall call);
 
 // The CRC-32 of zlib and zip files.
 uint32_t Crc32(std::string_view data);

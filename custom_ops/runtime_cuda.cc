@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "counters.h"
+#include "cublas_lt.h"
 
 namespace tf_stitch {
 namespace {
@@ -73,35 +74,19 @@ std::string CudaPlan::AddKernel(size_t step) {
 
 std::string CudaPlan::AddLibraryStep(size_t step, bool tf32) {
   const Step& s = program_.steps[step];
-  const MatmulFlags& f = s.matmul;
-  const std::vector<int64_t>& d = plan_.steps[step].dims;
   launches_.push_back({step, nullptr, nullptr, words_.size()});
-  if (d[3] == 0) {  // nothing to sum over
-    graphs_ = false;
-    return f.bias ? "a matrix product over nothing with a bias" : "";
-  }
-  cuda::MatmulShape shape{program_.buffers[s.buffers[0]].dtype,
-                          d[0],
-                          d[1],
-                          d[2],
-                          d[3],
-                          f.trans_lhs,
-                          f.trans_rhs,
-                          f.broadcast_lhs,
-                          f.broadcast_rhs,
-                          f.bias,
-                          f.relu ? cuda::Activation::kRelu : cuda::Activation::kNone,
-                          tf32};
   std::string error;
-  launches_.back().matmul = cuda::Matmul::Get(shape, &error);
-  if (!launches_.back().matmul) return error;
-  workspace_bytes_ = std::max(workspace_bytes_, static_cast<int64_t>(launches_.back().matmul->workspace_bytes()));
+  int dtype = program_.buffers[s.buffers[0]].dtype;
+  launches_.back().library = MakeLibraryWork(s, dtype, plan_.steps[step].dims, code_->driver(), tf32, &error);
+  if (!launches_.back().library) return error;
+  graphs_ = graphs_ && launches_.back().library->has_fixed_nodes();
+  workspace_bytes_ = std::max(workspace_bytes_, static_cast<int64_t>(launches_.back().workspace_bytes()));
   return "";
 }
 
 std::string CudaPlan::Where(const Launch& launch) const {
   const Step& s = program_.steps[launch.step];
-  if (s.kind == Step::Kind::kLibrary) return "the matrix product of '" + s.origin + "'";
+  if (s.kind == Step::Kind::kLibrary) return std::string("the ") + Describe(s.call) + " of '" + s.origin + "'";
   return "kernel '" + s.kernel + "' of '" + s.origin + "'";
 }
 
@@ -129,16 +114,9 @@ std::vector<uint64_t> CudaPlan::Words(void* const* memory) const {
 
 std::string CudaPlan::EnqueueLibraryStep(const Launch& launch, void* const* memory, void* workspace,
                                          cuda::Stream stream) const {
-  const Step& s = program_.steps[launch.step];
-  void* out = memory[s.buffers.back()];
-  if (launch.matmul) {
-    const void* bias = s.matmul.bias ? memory[s.buffers[2]] : nullptr;
-    return launch.matmul->Run(memory[s.buffers[0]], memory[s.buffers[1]], bias, out, workspace, stream);
-  }
-  const std::vector<int64_t>& d = plan_.steps[launch.step].dims;
-  size_t bytes = static_cast<size_t>(d[0] * d[1] * d[2] * DTypeSize(program_.buffers[s.buffers.back()].dtype));
-  cuda::Result result = code_->driver().MemsetD8Async(out, 0, bytes, stream);
-  return result ? cuda::Describe(code_->driver(), result) : "";
+  std::vector<void*> buffers;
+  for (uint32_t id : program_.steps[launch.step].buffers) buffers.push_back(memory[id]);
+  return launch.library->Run(buffers.data(), workspace, stream);
 }
 
 std::string CudaPlan::LaunchAll(void* const* memory, void* workspace, cuda::Stream stream,
@@ -237,7 +215,7 @@ bool CudaPlan::Overlap(uint32_t x, uint32_t y) const {
 }
 
 // Whether two steps touch the same memory and one of them writes it.  A buffer is written by the first step that
-// touches it.  Matrix products that need a workspace share one.
+// touches it.  Library calls that need a workspace share one.
 bool CudaPlan::MustFollow(const Step& later, const Step& earlier) const {
   auto writes = [&](const Step& s, uint32_t id) {
     const Buffer& b = program_.buffers[id];
@@ -277,7 +255,7 @@ std::string CudaPlan::MakeGraph(const std::vector<void*>& memory) {
     const Launch& l = launches_[i];
     std::vector<cuda::GraphNode> after;
     before[i].assign(launches_.size(), false);
-    bool has_workspace = l.matmul && l.matmul->workspace_bytes();
+    bool has_workspace = l.workspace_bytes();
     for (size_t j = i; j-- > 0;) {
       if (before[i][j]) continue;
       bool shares = has_workspace && static_cast<int64_t>(j) == last_with_workspace;
@@ -328,7 +306,7 @@ std::string CudaPlan::Update(Instance* instance, const std::vector<void*>& memor
     const std::vector<uint32_t>& buffers = program_.steps[l.step].buffers;
     bool moved =
         std::any_of(buffers.begin(), buffers.end(), [&](uint32_t id) { return instance->memory[id] != memory[id]; }) ||
-        (l.matmul && l.matmul->workspace_bytes() && workspace_moved);
+        (l.workspace_bytes() && workspace_moved);
     if (!moved) continue;
     cuda::Result result;
     if (l.kernel) {

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "cublas_lt.h"
 #include "cuda_driver.h"
+#include "library_cuda.h"
 #include "plan.h"
 #include "program.h"
 
@@ -52,7 +52,7 @@ class CudaCode {
   cuda::Stream capturing_ = nullptr;  // made on first use
 };
 
-// What a run of a program's plan needs on a GPU: launches made ready, matrix products with their algorithms, graphs.
+// What a run of a program's plan needs on a GPU: launches made ready, library calls with their algorithms, graphs.
 //
 // A graph is kept with the addresses that its nodes hold.  TensorFlow's allocator gives a repeated step the same
 // addresses, so most runs find a graph that is ready.  Addresses that come for the first time are launched without a
@@ -79,9 +79,11 @@ class CudaPlan : public PlanExtra {
  private:
   struct Launch {
     size_t step;
-    cuda::Function kernel;                       // null: a library step
-    std::shared_ptr<const cuda::Matmul> matmul;  // null: the result is zero (nothing to sum over)
-    size_t first_word;                           // of the kernel's parameter block in words_
+    cuda::Function kernel;                 // null: a library step
+    std::unique_ptr<LibraryWork> library;  // of a library step
+    size_t first_word;                     // of the kernel's parameter block in words_
+
+    size_t workspace_bytes() const { return library ? library->workspace_bytes() : 0; }
   };
   struct Instance {
     std::vector<void*> memory;  // what its nodes hold; the workspace is last

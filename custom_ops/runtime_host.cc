@@ -254,7 +254,7 @@ void RunBlocks(const Program& program, const HostCode& code, const Plan& plan, s
   const Step& what = program.steps[step];
   const StepPlan& s = plan.steps[step];
   if (what.kind == Step::Kind::kLibrary) {
-    RunMatmulRows(what.matmul, program.buffers[what.buffers[0]].dtype, s, buffers, begin, end);
+    RunLibraryBlocks(what, program.buffers[what.buffers[0]].dtype, s, buffers, begin, end);
   } else {
     RunKernel(code.kernel(step), {buffers, s.dims.data(), s.blocks}, begin, end, s.shared_bytes, status);
   }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "autotune.h"
+#include "cublas_lt.h"
 #include "runtime_cuda.h"
 #include "stitched_node.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -131,7 +132,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
 
     cuda::Stream stream = StreamOf(ctx->op_device_context()->stream());
     StitchedNode::Memory memory;
-    std::vector<Tensor> copies(copied_.size());
+    std::vector<Tensor> copies;
     std::string error;
     if (!CopyInputs(ctx, stream, &memory, &copies, &error)) return Finish(ctx, error);
     if (!node_.Allocate(ctx, *plan, plan->arena_bytes + ready->workspace_bytes(), &memory)) return false;
@@ -177,28 +178,48 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     return true;
   }
 
-  // Fills memory->inputs, with copies of inputs that lie in host memory and are used on the device.
+  // Fills memory->inputs, with copies of those that lie in host memory and are used on the device, and of those that
+  // do not begin where wide accesses can (a slice of a larger tensor may not).
   bool CopyInputs(OpKernelContext* ctx, cuda::Stream stream, StitchedNode::Memory* memory, std::vector<Tensor>* copies,
                   std::string* error) const {
-    if (copied_.empty()) return true;
-    for (int i = 0; i < ctx->num_inputs(); ++i) memory->inputs.push_back(&ctx->input(i));
+    std::vector<uint32_t> wanted = copied_;
+    for (int i = 0; i < ctx->num_inputs(); ++i) {
+      const Tensor& input = ctx->input(i);
+      memory->inputs.push_back(&input);
+      if (input_memory_types()[i] == tensorflow::DEVICE_MEMORY && IsMisaligned(input)) {
+        wanted.push_back(static_cast<uint32_t>(i));
+      }
+    }
+    if (wanted.empty()) return true;
     cuda::ScopedContext scope(code_->driver(), code_->context());
-    for (size_t i = 0; i < copied_.size(); ++i) {
-      const Tensor& from = ctx->input(static_cast<int>(copied_[i]));
-      Tensor& to = (*copies)[i];
-      absl::Status status = ctx->allocate_temp(from.dtype(), from.shape(), &to);
+    copies->reserve(wanted.size());
+    for (uint32_t i : wanted) {
+      const Tensor& from = ctx->input(static_cast<int>(i));
+      copies->emplace_back();
+      absl::Status status = ctx->allocate_temp(from.dtype(), from.shape(), &copies->back());
       if (!status.ok()) return *error = std::string(status.message()), false;
-      // From pageable memory, so that the driver has taken the bytes when the call returns.
-      const char* data = static_cast<const char*>(from.data());
-      std::vector<char> bytes(data, data + from.TotalBytes());
-      cuda::Result result = code_->driver().MemcpyHtoDAsync(to.data(), bytes.data(), bytes.size(), stream);
-      if (result && !bytes.empty()) {
-        *error = cuda::Describe(code_->driver(), result) + " while copying input " + std::to_string(copied_[i]);
+      cuda::Result result = Copy(from, input_memory_types()[static_cast<int>(i)], copies->back().data(), stream);
+      if (result) {
+        *error = cuda::Describe(code_->driver(), result) + " while copying input " + std::to_string(i);
         return false;
       }
-      memory->inputs[copied_[i]] = &to;
+      memory->inputs[i] = &copies->back();
     }
     return true;
+  }
+
+  static bool IsMisaligned(const Tensor& t) {
+    return t.TotalBytes() && reinterpret_cast<uintptr_t>(t.data()) % cuda::kMatmulAlignment;
+  }
+
+  cuda::Result Copy(const Tensor& from, tensorflow::MemoryType memory, void* to, cuda::Stream stream) const {
+    size_t size = from.TotalBytes();
+    if (!size) return cuda::kSuccess;
+    if (memory == tensorflow::DEVICE_MEMORY) return code_->driver().MemcpyDtoDAsync(to, from.data(), size, stream);
+    // From pageable memory, so that the driver has taken the bytes when the call returns.
+    const char* data = static_cast<const char*>(from.data());
+    std::vector<char> bytes(data, data + size);
+    return code_->driver().MemcpyHtoDAsync(to, bytes.data(), size, stream);
   }
 
   StitchedNode node_;

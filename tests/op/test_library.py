@@ -110,7 +110,7 @@ def changed(program, **changes):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"call": "conv"}, "the library call 'conv' is not known"),
+    ({"call": "sort"}, "the library call 'sort' is not known"),
     ({"flags": (0,) * 5}, "has not 6 flags"),
     ({"flags": (0, 0, 0, 0, 0, 2)}, "flag 2 does not exist"),
     ({"flags": (0, 0, 0, 0, 1, 0)}, "another number of operands"),

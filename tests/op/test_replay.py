@@ -14,7 +14,7 @@ from tf_stitch.program import serialize
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = ["tests/op/replay_graphs.cc", "custom_ops/program.cc", "custom_ops/plan.cc", "custom_ops/cuda_code.cc",
-           "custom_ops/runtime_cuda.cc"]
+           "custom_ops/library_cuda.cc", "custom_ops/runtime_cuda.cc"]
 
 
 @pytest.fixture(scope="module")
