@@ -1,0 +1,291 @@
+"""Sixteen tenants on one device: how many requests a second each way of sharing it serves within the SLO.
+
+    python -m models.serving [--parts search,mixed] [--kinds LIST] [--each N] [--seconds S] [--policies LIST]
+                             [--out DIR]
+
+Tenants are ResNet-18, a two-layer LSTM, BERT (4 layers) and DLRM, four of each, with weights of their own, under a
+Poisson load of equal shares.  ``search`` finds the highest rate at 99% of requests within the SLO for every policy of
+tf_stitch.serving.policies.  ``mixed`` sends a steady load to one latency-critical tenant, alone and while the others,
+as best effort, keep the device full.  Answers are compared with those of the models as TensorFlow made them.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import numpy as np
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+import tf_stitch
+from tf_stitch.bench import machine
+from tf_stitch.errors import StitchError
+from tf_stitch.saved_model import MODEL
+from tf_stitch.serving import load, serve_bench
+from tf_stitch.serving.load import Client, Outcome
+from tf_stitch.serving.plots import plot
+from tf_stitch.serving.policies import POLICIES, Devices, Model, available, expected, open_session, virtual_gpus
+
+from .workload import Instance, Params
+from .workloads import REGISTRY
+
+KINDS = {"resnet18": 1, "speech": 1, "bert": 1, "dlrm": 16}  # workload: batch of a request
+EACH = 4           # tenants of each, with weights of their own
+SAMPLES = 4        # distinct inputs of each tenant
+SLO_MS = 50.0
+MEMORY_MB = 6144   # of each virtual GPU
+FLOOD = 4          # requests that a best-effort tenant always has under way
+
+
+# --- tenants ----------------------------------------------------------------------------------------
+
+def tenants(kinds: Sequence[str], each: int, folder: Path, *, target: str = "auto", slo_ms: float = SLO_MS,
+            say: Callable[[str], None] = print) -> list[Model]:
+    """The models, saved and stitched in ``folder``, with inputs and right answers."""
+    found = []
+    for kind in kinds:
+        begin = time.perf_counter()
+        first = REGISTRY[kind].instance()
+        for k in range(each):
+            found.append(_tenant(first, k, folder, target, slo_ms))
+        say(f"{kind}: {each} tenants made in {time.perf_counter() - begin:.1f} s")
+    return found
+
+
+def _tenant(instance: Instance, k: int, folder: Path, target: str, slo_ms: float) -> Model:
+    w = instance.workload
+    name = f"{w.name}_{k}"
+    _draw_weights(instance, w.seed + k)
+    _save(instance, folder / name)
+    stitched = folder / f"{name}_stitched"
+    if k == 0:
+        tf_stitch.rewrite_saved_model(folder / name, stitched, target=target, verify=False)
+    else:  # the graph is the first one's; only the weights differ
+        shutil.copytree(folder / name, stitched)
+        shutil.copyfile(folder / f"{w.name}_0_stitched" / MODEL, stitched / MODEL)
+    rng = np.random.default_rng(w.seed + k + 1)
+    samples = [{f"x{i}": a for i, a in enumerate(w.inputs(rng, KINDS.get(w.name, 1)))} for _ in range(SAMPLES)]
+    model = Model(folder / name, Client(name, slo_ms, samples), stitched)
+    return replace(model, client=replace(model.client, expected=expected(model)))
+
+
+def _draw_weights(instance: Instance, seed: int) -> None:
+    other = Params(seed)
+    instance.workload.make(other)
+    for mine, its in zip(instance.params.variables, other.variables, strict=True):
+        mine.assign(its)
+
+
+def _save(instance: Instance, folder: Path) -> None:
+    module = tf.Module()
+    module.weights = instance.params.variables
+    specs = [tf.TensorSpec(s.shape, s.dtype, f"x{i}") for i, s in enumerate(instance.signature())]
+
+    def call(*args: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {f"y{i}": y for i, y in enumerate(tf.nest.flatten(instance.function(*args)))}
+
+    module.call = tf.function(call, autograph=False, input_signature=specs)
+    tf.saved_model.save(module, os.fspath(folder), signatures=module.call)
+
+
+# --- the mixed load ---------------------------------------------------------------------------------
+
+def mixed(models: Sequence[Model], policy: str, devices: Devices, work: Path, rate: float, seconds: float,
+          say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """The first model's latencies, alone and while the others keep the device full."""
+    others = [replace(m, client=replace(m.client, best_effort=True)) for m in models[1:]]
+    with contextlib.closing(open_session(policy, [models[0], *others], devices, work)) as session:
+        critical = [models[0].client]
+        rows = []
+        for part in ("alone", "mixed"):
+            flood = Flood(session, [m.client for m in others]) if part == "mixed" else None
+            with flood or contextlib.nullcontext():
+                time.sleep(0.3 if flood else 0)  # until it is full
+                begin = time.perf_counter()
+                arrivals = load.poisson(critical, rate, seconds, seed=1)
+                outcome = load.run(session.submit, critical, arrivals, threads=1)
+                taken = time.perf_counter() - begin
+                filling = flood.answered / (taken + 0.3) if flood else 0.0
+            rows.append(_mixed_row(policy, part, models, outcome, filling, flood))
+            say(f"{policy}, {models[0].client.name} {part}: p50 {outcome.p50_ms:.2f} ms, p99 {outcome.p99_ms:.2f} ms, "
+                f"best effort {filling:.0f} a second")
+        return rows
+
+
+def _mixed_row(policy: str, part: str, models: Sequence[Model], outcome: Outcome, filling: float, flood: Flood | None
+               ) -> dict[str, Any]:
+    figures = {k: v for k, v in asdict(outcome).items() if k != "by_client"}
+    return {"policy": policy, "part": part, "tenant": models[0].client.name, "tenants": len(models), **figures,
+            "best_effort_rps": filling, "best_effort_failed": flood.failed if flood else 0}
+
+
+class Flood:
+    """Keeps FLOOD requests of every client under way until it ends."""
+
+    def __init__(self, session: Any, clients: Sequence[Client]) -> None:
+        self.answered = self.failed = 0
+        self._session, self._clients = session, clients
+        self._stop = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Flood:
+        for client in self._clients:
+            for i in range(FLOOD):
+                self._send(client, i)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._session.drain(30)
+        self._session.resume()
+
+    def _send(self, client: Client, i: int) -> None:
+        try:
+            future = self._session.submit(client.name, client.samples[i % len(client.samples)])
+        except (tf.errors.ResourceExhaustedError, tf.errors.UnavailableError):
+            return
+        future.add_done_callback(lambda done: self._next(client, i + 1, done))
+
+    def _next(self, client: Client, i: int, done: Any) -> None:
+        with self._lock:
+            if done.exception() is None:
+                self.answered += 1
+            else:
+                self.failed += 1
+        if not self._stop:
+            self._send(client, i)
+
+
+def mixed_table(rows: Sequence[dict[str, Any]]) -> Table:
+    out = Table(title="One latency-critical tenant; the others fill the device as best effort")
+    for name in ("policy", "tenant", "load", "requests", "p50 ms", "p99 ms", "p99 to alone", "best effort/s", "wrong",
+                 "failed"):
+        out.add_column(name, justify="left" if name in ("policy", "tenant", "load") else "right")
+    alone: dict[Any, float] = {}
+    for r in rows:
+        alone.setdefault(r["policy"], r["p99_ms"])
+        out.add_row(r["policy"], r["tenant"], r["part"], str(r["requests"]), f"{r['p50_ms']:.2f}", f"{r['p99_ms']:.2f}",
+                    f"{r['p99_ms'] / alone[r['policy']]:.2f}x", f"{r['best_effort_rps']:.0f}", str(r["wrong"]),
+                    str(r["failed"] + r["best_effort_failed"]))
+    return out
+
+
+# --- the command ------------------------------------------------------------------------------------
+
+class Results:
+    """What was found so far, on disk after every step: a run that is cut short keeps what it has."""
+
+    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.facts = folder, facts
+        self.rows: list[serve_bench.Row] = []
+        self.mixed: list[dict[str, Any]] = []
+
+    def write(self) -> None:
+        """DIR/serving.json, .txt and .png."""
+        data = {**self.facts, "rows": [r.as_json() for r in self.rows],
+                "mixed": [serve_bench._finite(r) for r in self.mixed]}
+        (self.folder / "serving.json").write_text(json.dumps(data, indent=1) + "\n")
+        with open(self.folder / "serving.txt", "w", encoding="utf-8") as file:
+            console = Console(file=file, width=200)
+            self.print(console)
+            for key, value in self.facts.items():
+                console.print(f"{key}: {value}")
+        if self.rows:
+            plot(self.rows, self.folder / "serving.png", str(self.facts.get("title", "")))
+
+    def print(self, console: Console) -> None:
+        if self.rows:
+            console.print(serve_bench.table(self.rows, f"{self.facts['title']}: highest rate at 99% within the SLO"))
+            for line in _ratios(self.rows):
+                console.print(line)
+        if self.mixed:
+            console.print(mixed_table(self.mixed))
+
+
+def _ratios(rows: Sequence[serve_bench.Row]) -> Iterator[str]:
+    best = {r.policy: r.outcome for r in rows if r.highest and r.outcome}
+    for ours in ("superkernel", "stitched"):
+        for base in ("timeslice", "hyperq", "batching"):
+            if ours in best and base in best:
+                yield (f"{ours} to {base}: {best[ours].throughput_rps / best[base].throughput_rps:.2f}x the requests, "
+                       f"p99 {best[ours].p99_ms:.1f} against {best[base].p99_ms:.1f} ms")
+
+
+def _starts(text: str) -> dict[str, float]:
+    return {k: float(v) for k, v in (pair.split("=") for pair in text.split(",") if pair)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; 1 when an answer was wrong or failed."""
+    parser = argparse.ArgumentParser("python -m models.serving", description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default="search,mixed")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--kinds", default=",".join(KINDS), help="workloads, comma-separated")
+    parser.add_argument("--each", type=int, default=EACH, help="tenants of each, with weights of their own")
+    parser.add_argument("--slo-ms", type=float, default=SLO_MS)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each load")
+    parser.add_argument("--probes", type=int, default=20, help="loads of one search at most")
+    parser.add_argument("--start", default="", metavar="POLICY=RATE,...", help="where searches begin (default: 50)")
+    parser.add_argument("--mixed-policies", default="superkernel,stitched,hyperq")
+    parser.add_argument("--mixed-rate", type=float, default=100.0, help="of the latency-critical tenant")
+    parser.add_argument("--mixed-seconds", type=float, default=5.0)
+    parser.add_argument("--critical", default="", help="the latency-critical tenant (default: the first)")
+    parser.add_argument("--scheduler", default="{}", help="options of the scheduler, as JSON")
+    parser.add_argument("--threads", type=int, default=2, help="that submit requests")
+    parser.add_argument("--out", type=Path, default=Path("build/serving"))
+    args = parser.parse_args(argv)
+    begin = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - begin:6.1f} s] {text}", flush=True)
+
+    kinds = args.kinds.split(",")
+    devices = virtual_gpus(len(kinds) * args.each, MEMORY_MB)
+    results = Results(args.out, {
+        "title": f"{len(kinds) * args.each} tenants ({', '.join(kinds)}), SLO {args.slo_ms:.0f} ms", **machine(),
+        "command": "python -m models.serving " + " ".join(sys.argv[1:] if argv is None else argv)})
+    policies = [p for p in args.policies.split(",") if p]
+    with tempfile.TemporaryDirectory(prefix="tf_stitch_tenants_") as temporary:
+        models = tenants(kinds, args.each, Path(temporary), slo_ms=args.slo_ms, say=say)
+        if "search" in args.parts:
+            starts = _starts(args.start)
+            for policy in policies:
+                plan = serve_bench.Plan(policies=[policy], seconds=args.seconds, start=starts.get(policy, 50.0),
+                                        probes=args.probes, threads=args.threads, scheduler=json.loads(args.scheduler))
+                results.rows += serve_bench.run(models, plan, devices, say)
+                results.write()
+        if "mixed" in args.parts:
+            critical = args.critical or models[0].client.name
+            models.sort(key=lambda m: m.client.name != critical)
+            for policy in filter(available, args.mixed_policies.split(",")):
+                try:
+                    results.mixed += mixed(models, policy, devices, Path(temporary), args.mixed_rate,
+                                           args.mixed_seconds, say)
+                except StitchError as error:
+                    say(f"{policy}: {error}")
+                results.write()
+    results.print(Console(width=200))
+    outcomes = [r.outcome for r in results.rows if r.outcome]
+    bad = sum(o.wrong + o.failed for o in outcomes) + sum(r["wrong"] + r["failed"] for r in results.mixed)
+    say(f"written to {args.out}")
+    return int(bad > 0 or not math.isfinite(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
