@@ -16,6 +16,8 @@ def gate():
 
 
 @pytest.fixture
-def session():
-    with tf_stitch.StitchSession(coalesce=False, threads=4, reserve=1, options=NATIVE) as session:
+def session(request):
+    """Coalescing where a test asks for it (support.BOTH)."""
+    coalesce = getattr(request, "param", False)
+    with tf_stitch.StitchSession(coalesce=coalesce, threads=4, reserve=1, options=NATIVE) as session:
         yield session

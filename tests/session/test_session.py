@@ -14,9 +14,10 @@ import tensorflow as tf
 import tf_stitch
 from tf_stitch import warmup
 from tf_stitch.errors import OptionError, SavedModelError
+from tf_stitch.serving import scheduler
 from tf_stitch.serving.model import place
 
-from .support import NATIVE, WIDTH, check, rows, scaled, want
+from .support import BOTH, NATIVE, WIDTH, check, rows, scaled, want
 
 
 def saved(function, folder):
@@ -29,6 +30,7 @@ def saved(function, folder):
 
 # --- answers ----------------------------------------------------------------------------------------
 
+@BOTH
 def test_function(session):
     session.add("a", scaled(2.0), slo_ms=1000)
     x = rows(0, 3)
@@ -65,6 +67,7 @@ def test_saved_model_is_stitched_once(session, tmp_path, monkeypatch):
         check(session.run(name, rows(2)), 3.0, rows(2))
 
 
+@BOTH
 def test_several_inputs_types_and_signatures(session, tmp_path):
     class Model(tf.Module):
         @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32, name="x"),
@@ -96,6 +99,7 @@ def test_several_inputs_types_and_signatures(session, tmp_path):
         session.run("m", {}, signature="other")
 
 
+@BOTH
 def test_many_threads_and_tenants(session):
     factors = {"a": 1.0, "b": 2.0, "c": 3.0}
     for name, factor in factors.items():
@@ -122,6 +126,7 @@ def test_many_threads_and_tenants(session):
     assert session.stats()["outstanding"] == 0
 
 
+@BOTH
 def test_asyncio(session):
     session.add("a", scaled(2.0))
 
@@ -169,6 +174,7 @@ def test_v1_face(session):
 
 # --- versions ---------------------------------------------------------------------------------------
 
+@BOTH
 def test_swap_under_load(session):
     session.add("a", scaled(1.0))
     stop, bad, seen = threading.Event(), [], set()
@@ -196,6 +202,7 @@ def test_swap_under_load(session):
     assert not bad and seen == {1.0, 2.0, 3.0} and len(set(versions)) == 3
 
 
+@BOTH
 def test_requests_end_on_the_version_they_came_for(session, gate):
     session.add("a", gate.function, warmup=False, verify=False, stitch=False, max_in_flight=1)
     old = session._tenants["a"].model
@@ -233,6 +240,7 @@ def test_function_with_given_signature(session):
     np.testing.assert_allclose(answer["output_1"], [[0.0, 3.0]])
 
 
+@BOTH
 def test_remove(session, gate):
     session.add("a", gate.function, warmup=False, verify=False, stitch=False)
     future = session.submit("a", rows(0))
@@ -289,6 +297,7 @@ def test_given_warmup_and_none(session):
 
 # --- errors, limits, order --------------------------------------------------------------------------
 
+@BOTH
 def test_errors_fail_only_their_request(session):
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int32, name="i")])
     def take(i):
@@ -323,6 +332,7 @@ def test_full_queue_rejects(session, gate):
     session.run("a", rows(0))  # there is room again
 
 
+@BOTH
 def test_timeouts(session, gate):
     session.add("a", gate.function, warmup=False, verify=False, stitch=False, max_in_flight=1, slo_ms=5)
     running = session.submit("a", rows(0))
@@ -338,6 +348,7 @@ def test_timeouts(session, gate):
     assert counts["expired"] == 1 and counts["late"] >= 1  # the first one took longer than its SLO
 
 
+@BOTH
 def test_cancellation(session, gate):
     session.add("a", gate.function, warmup=False, verify=False, stitch=False, max_in_flight=1)
     running, waiting, kept = (session.submit("a", rows(i)) for i in range(3))
@@ -490,3 +501,45 @@ def test_tenants_are_spread_over_gpus(session, monkeypatch):
     assert [session._next_device() for _ in range(3)] == ["GPU:0", "GPU:1", "GPU:0"]
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["a"])
     assert session._next_device() == ""
+
+
+# --- the scheduler ----------------------------------------------------------------------------------
+
+def test_tenants_are_known_to_the_scheduler():
+    with tf_stitch.StitchSession(coalesce=True, threads=8, options=NATIVE) as session:
+        session.add("sched_a", scaled(2.0), slo_ms=500)
+        session.add("sched_b", scaled(3.0), priority="best_effort", weight=2.0)
+        factors = {"sched_a": 2.0, "sched_b": 3.0}
+        futures = [(f, i, session.submit(name, rows(i))) for i in range(40) for name, f in factors.items()]
+        for factor, i, future in futures:
+            check(future.result(20), factor, rows(i))
+        tenants = session.stats()["scheduler"]["tenants"]
+        assert tenants["sched_a"]["slo_ms"] == 500 and tenants["sched_a"]["priority"] == "latency"
+        assert tenants["sched_b"]["priority"] == "best_effort"
+        assert tenants["sched_a"]["completed"] >= 40 and tenants["sched_b"]["completed"] >= 40
+        session.remove("sched_a")
+        session.swap("sched_b", scaled(4.0))
+        check(session.run("sched_b", rows(0)), 4.0, rows(0))
+        assert session.stats()["scheduler"]["tenants"]["sched_b"]["completed"] > tenants["sched_b"]["completed"]
+
+
+def test_sessions_share_the_scheduler():
+    with tf_stitch.StitchSession(coalesce=True, threads=2, options=NATIVE) as one:
+        one.add("same", scaled(2.0), slo_ms=100)
+        with pytest.raises(OptionError, match="share one"):
+            tf_stitch.StitchSession(coalesce=True, threads=2, scheduler_options={"max_pack": 3})
+        with tf_stitch.StitchSession(coalesce=True, threads=2, options=NATIVE) as other:
+            other.add("same", scaled(3.0), slo_ms=200)
+            check(other.run("same", rows(0)), 3.0, rows(0))
+            known = other.stats()["scheduler"]["tenants"]
+            assert (known["same"]["slo_ms"], known["same#2"]["slo_ms"]) == (100, 200)
+        check(one.run("same", rows(0)), 2.0, rows(0))  # still coalescing
+        assert one.stats()["scheduler"]["enabled"] is True
+    assert scheduler.stats()["enabled"] is False
+
+
+def test_bad_scheduler_options():
+    with pytest.raises(scheduler.SchedulerError, match=r"\w+"):
+        tf_stitch.StitchSession(coalesce=True, threads=2, scheduler_options={"no_such_option": 1})
+    with tf_stitch.StitchSession(coalesce=True, threads=2, scheduler_options={"max_pack": 8}) as session:
+        assert session.coalesce  # the failed one left nothing behind

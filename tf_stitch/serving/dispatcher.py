@@ -45,6 +45,7 @@ class Tenant:
     """Whom requests are of: what they are due, what they may use, and what became of them.
 
     Attributes:
+      key: its name in the scheduler.
       slo_s: seconds within which an answer is due (None: no promise).
       best_effort: gives way to the others.
       max_in_flight: requests of it that run at once.
@@ -52,9 +53,9 @@ class Tenant:
       model: the version that new requests go to.
     """
 
-    def __init__(self, name: str, model: ServedModel, *, slo_s: float | None, best_effort: bool, max_in_flight: int,
-                 max_queue: int) -> None:
-        self.name, self.model = name, model
+    def __init__(self, name: str, key: str, model: ServedModel, *, slo_s: float | None, best_effort: bool,
+                 max_in_flight: int, max_queue: int) -> None:
+        self.name, self.key, self.model = name, key, model
         self.slo_s, self.best_effort = slo_s, best_effort
         self.due_s = NO_SLO_S if slo_s is None else slo_s
         self.max_in_flight, self.max_queue = max_in_flight, max_queue

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import threading
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from ..errors import OptionError, StitchError
 
 _lock = threading.Lock()
 _users = 0
+_names: set[str] = set()
 _options: dict[str, Any] = {}
 
 
@@ -52,14 +54,23 @@ def release() -> None:
             _library().tfs_scheduler_disable()
 
 
-def set_tenant(name: str, options: Mapping[str, Any]) -> None:
-    """Tells what the tenant's requests are due and may use: slo_ms, priority, weight, max_in_flight, max_queue."""
-    _check(_library().tfs_scheduler_set_tenant(name.encode(), _json(options)))
+def add_tenant(name: str, options: Mapping[str, Any]) -> str:
+    """Tells what a tenant's requests are due and may use: slo_ms, priority, weight, max_in_flight, max_queue.
+
+    Returns the name that the scheduler knows it by: another session of the process may have a tenant of this name.
+    """
+    with _lock:
+        key = next(k for k in itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2))) if k not in _names)
+        _check(_library().tfs_scheduler_set_tenant(key.encode(), _json(options)))
+        _names.add(key)
+    return key
 
 
-def remove_tenant(name: str) -> None:
-    """Forgets a tenant."""
-    _check(_library().tfs_scheduler_remove_tenant(name.encode()))
+def remove_tenant(key: str) -> None:
+    """Forgets a tenant; its name is free again."""
+    with _lock:
+        _check(_library().tfs_scheduler_remove_tenant(key.encode()))
+        _names.discard(key)
 
 
 def drain(timeout_ms: int) -> bool:

@@ -122,16 +122,16 @@ class StitchSession:
             if name in self._tenants:
                 raise OptionError(f"Tenant '{name}' is there already; swap() gives it another version of its model.")
             device = self._next_device() if device is None else device
-            loaded = self._load(name, model, signature, device, stitch, verify, input_signature)
+            key = scheduler.add_tenant(name, entitled) if self.coalesce else name
             try:
-                if self.coalesce:
-                    scheduler.set_tenant(name, entitled)
-                _warm(loaded, warmup)
+                loaded = self._warmed(key, model, signature, device, stitch, verify, input_signature, warmup)
             except BaseException:
-                loaded.close()
+                if self.coalesce:
+                    scheduler.remove_tenant(key)
                 raise
+            slo_s = None if slo_ms is None else slo_ms / 1e3
             self._tenants[name] = Tenant(
-                name, loaded, slo_s=None if slo_ms is None else slo_ms / 1e3, best_effort=priority == "best_effort",
+                name, key, loaded, slo_s=slo_s, best_effort=priority == "best_effort",
                 max_in_flight=max_in_flight or self._dispatcher.threads, max_queue=max_queue)
 
     def swap(self, name: str, model: str | os.PathLike[str] | Callable[..., Any], *, signature: str | None = None,
@@ -144,13 +144,8 @@ class StitchSession:
         """
         with self._changes:
             tenant = self._tenant(name)
-            loaded = self._load(name, model, signature or tenant.model.default, tenant.model.device, stitch, verify,
-                                input_signature)
-            try:
-                _warm(loaded, warmup)
-            except BaseException:
-                loaded.close()
-                raise
+            loaded = self._warmed(tenant.key, model, signature or tenant.model.default, tenant.model.device, stitch,
+                                  verify, input_signature, warmup)
             self._dispatcher.swap(tenant, loaded)
 
     def remove(self, name: str, timeout_s: float | None = None) -> bool:
@@ -162,8 +157,8 @@ class StitchSession:
             tenant = self._tenant(name)
             del self._tenants[name]
         done = self._dispatcher.remove(tenant, timeout_s)
-        if self.coalesce and name not in self._tenants:
-            scheduler.remove_tenant(name)
+        if self.coalesce:
+            scheduler.remove_tenant(tenant.key)
         return done
 
     @property
@@ -300,7 +295,17 @@ class StitchSession:
 
     # --- loading ------------------------------------------------------------------------------------
 
-    def _load(self, name: str, model: Any, signature: str | None, device: str, stitch: bool, verify: bool,
+    def _warmed(self, key: str, model: Any, signature: str | None, device: str, stitch: bool, verify: bool,
+                input_signature: Sequence[tf.TensorSpec] | None, warmup: bool | Sequence[Inputs]) -> ServedModel:
+        loaded = self._load(key, model, signature, device, stitch, verify, input_signature)
+        try:
+            _warm(loaded, warmup)
+        except BaseException:
+            loaded.close()
+            raise
+        return loaded
+
+    def _load(self, key: str, model: Any, signature: str | None, device: str, stitch: bool, verify: bool,
               input_signature: Sequence[tf.TensorSpec] | None) -> ServedModel:
         own = Path(tempfile.mkdtemp(dir=self._folder))
         try:
@@ -314,7 +319,7 @@ class StitchSession:
                                   f"{type(model).__name__}.")
             if stitch and not is_stitched(folder):
                 folder = stitched_copy(folder, self._options, self._target, verify, own if callable(model) else None)
-            return ServedModel(folder, name, device=device, signature=signature, config=self._config,
+            return ServedModel(folder, key, device=device, signature=signature, config=self._config,
                                inline=not self.coalesce)
         finally:
             shutil.rmtree(own, ignore_errors=True)
@@ -349,10 +354,10 @@ def _end(dispatcher: Dispatcher, tenants: dict[str, Tenant], folder: Path, coale
     """Gives back what a session holds; also when it was dropped without close()."""
     dispatcher.drain(0)
     dispatcher.close(5.0)
-    for name, tenant in tenants.items():
+    for tenant in tenants.values():
         tenant.model.close()
         if coalesce:
-            scheduler.remove_tenant(name)
+            scheduler.remove_tenant(tenant.key)
     tenants.clear()
     if coalesce:
         scheduler.release()

@@ -1,0 +1,426 @@
+"""Load with everything that goes wrong in a service, for as long as you like; every answer is checked.
+
+    python -m models.soak [--minutes M] [--tenants toys|real] [--clients N] [--out FILE.json]
+
+Clients send requests to random tenants, cancel some and give some little time.  Meanwhile an operator adds and removes
+tenants, swaps their versions, and sends bursts that their queues cannot hold; one tenant fails for part of its inputs.
+It must hold that every request ends exactly once, that each answer is that of a version which was current when the
+request was sent, that the session's counts agree with the clients', that memory stays flat, and that the session closes
+cleanly.  "toys" are small functions whose inputs never repeat; "real" are those of models.serving.
+"""
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import numpy as np
+import tensorflow as tf
+
+import tf_stitch
+from tf_stitch.bench import machine
+from tf_stitch.errors import OptionError
+from tf_stitch.saved_model import relative_error
+from tf_stitch.serving import scheduler
+from tf_stitch.serving.load import TOLERANCE
+
+WINDOW = 8           # requests of one client that are under way at once
+GROWTH_MB = 64       # what memory may grow by over the second half of a run
+WIDTH = 16
+
+Inputs = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in several versions, and what is right for it.
+
+    Attributes:
+      name: what its tenants are called, with a number.
+      versions: a SavedModel folder of each.
+      draw: inputs of a request.
+      right: (version, inputs, answer or error) -> whether that is how it should have ended.
+      permanent: it is never removed.
+    """
+
+    name: str
+    versions: Sequence[Path]
+    draw: Callable[[np.random.Generator], Inputs]
+    right: Callable[[int, Inputs, Any], bool]
+    permanent: bool = False
+
+
+@dataclass
+class Live:
+    """A tenant that clients may send requests to."""
+
+    name: str
+    subject: Subject
+    allowed: frozenset[int]
+
+
+@dataclass
+class Counts:
+    """What became of requests, as the clients saw it."""
+
+    of: collections.Counter[str] = field(default_factory=collections.Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, what: str, count: int = 1) -> None:
+        with self.lock:
+            self.of[what] += count
+
+
+class Soak:
+    """Clients and an operator at work on one session."""
+
+    def __init__(self, session: tf_stitch.StitchSession, subjects: Sequence[Subject], clients: int, seed: int = 0
+                 ) -> None:
+        self.session, self.subjects, self.seed = session, subjects, seed
+        self.counts = Counts()
+        self.problems: list[str] = []
+        self.memory_mb: list[tuple[float, float, float]] = []  # seconds, resident, on the GPU
+        self._tallies: list[Any] = []  # the session's own counts, those of removed tenants too
+        self._live: list[Live] = []
+        self._numbers = itertools.count()
+        self._stop = threading.Event()
+        self._clients = clients
+
+    def run(self, seconds: float) -> dict[str, Any]:
+        """Runs for a while and gives the report; ``problems`` in it is empty when all held."""
+        for subject in self.subjects:
+            self._add(subject)
+        threads = [threading.Thread(target=self._guard, args=(self._client, i)) for i in range(self._clients)]
+        threads += [threading.Thread(target=self._guard, args=(work, 0)) for work in (self._operator, self._watch)]
+        begin = time.monotonic()
+        for thread in threads:
+            thread.start()
+        self._stop.wait(seconds)
+        self._stop.set()
+        for thread in threads:
+            thread.join()
+        return self._report(time.monotonic() - begin)
+
+    def _guard(self, work: Callable[[int], None], argument: int) -> None:
+        try:
+            work(argument)
+        except Exception as error:
+            self._problem(f"{work.__name__} ended with {type(error).__name__}: {error}")
+            self._stop.set()
+
+    def _problem(self, text: str) -> None:
+        if len(self.problems) < 50:
+            self.problems.append(text[:500])
+
+    # --- clients ------------------------------------------------------------------------------------
+
+    def _client(self, number: int) -> None:
+        rng = np.random.default_rng([self.seed, number])
+        under_way: collections.deque[Any] = collections.deque()
+        while not self._stop.is_set():
+            sent = self._send(rng)
+            if sent is not None:
+                under_way.append(sent)
+            if len(under_way) >= WINDOW:
+                self._check(*under_way.popleft())
+        while under_way:
+            self._check(*under_way.popleft())
+
+    def _send(self, rng: np.random.Generator) -> Any:
+        live = self._live
+        tenant = live[rng.integers(len(live))]
+        inputs = tenant.subject.draw(rng)
+        before = tenant.allowed
+        timeout_ms = float(rng.choice([1.0, 5.0])) if rng.random() < 0.03 else None
+        try:
+            future = self.session.submit(tenant.name, inputs, timeout_ms=timeout_ms)
+        except (OptionError, tf.errors.UnavailableError):
+            self.counts.add("tenant was gone")
+            return None
+        except tf.errors.ResourceExhaustedError:
+            self.counts.add("rejected by the queue")
+            time.sleep(0.001)
+            return None
+        ends = self._count_ends(future)
+        if rng.random() < 0.03:
+            future.cancel()
+        return tenant, inputs, before | tenant.allowed, future, ends, timeout_ms
+
+    def _count_ends(self, future: Future[Any]) -> list[int]:
+        ends: list[int] = []
+        future.add_done_callback(lambda _: ends.append(1))
+        return ends
+
+    def _check(self, tenant: Live, inputs: Inputs, allowed: frozenset[int], future: Future[Any], ends: list[int],
+               timeout_ms: float | None) -> None:
+        self.counts.add("sent")
+        try:
+            ended: Any = future.result(60)
+        except CancelledError:
+            self.counts.add("cancelled")
+            return
+        except TimeoutError:
+            self._problem(f"A request to {tenant.name} had no answer after a minute.")
+            self.counts.add("lost")
+            return
+        except Exception as error:
+            ended = error
+        kind = _kind(ended)
+        self.counts.add(kind)
+        if len(ends) > 1:
+            self._problem(f"A request to {tenant.name} ended {len(ends)} times.")
+        if kind == "expired":
+            if timeout_ms is None:
+                self._problem(f"A request to {tenant.name} without a timeout expired: {ended}")
+        elif kind == "rejected":
+            if "cannot meet its deadline" not in str(ended):  # the scheduler's admission control
+                self._problem(f"A request to {tenant.name} was rejected: {ended}")
+        elif not any(tenant.subject.right(v, inputs, ended) for v in allowed):
+            self.counts.add("wrong")
+            self._problem(f"{tenant.name}, versions {sorted(allowed)}: {str(ended)[:300]}")
+
+    # --- the operator -------------------------------------------------------------------------------
+
+    def _operator(self, _: int) -> None:
+        rng = random.Random(self.seed)
+        works = [self._operator_adds, self._operator_removes, self._operator_swaps, self._operator_bursts]
+        while not self._stop.wait(0.2):
+            rng.choice(works)(rng)
+
+    def _operator_adds(self, rng: random.Random) -> None:
+        if len(self._live) < 2 * len(self.subjects):
+            self._add(rng.choice([s for s in self.subjects if not s.permanent]))
+            self.counts.add("tenants added")
+
+    def _add(self, subject: Subject) -> None:
+        name, version = f"{subject.name}_{next(self._numbers)}", 0
+        self.session.add(name, subject.versions[version], stitch=False, slo_ms=1000, max_queue=100,
+                         priority="latency" if len(self._live) % 3 else "best_effort", warmup=False)
+        self._tallies.append(self.session._tenants[name].tally)
+        self._live = [*self._live, Live(name, subject, frozenset({version}))]
+
+    def _operator_removes(self, rng: random.Random) -> None:
+        able = [t for t in self._live if not t.subject.permanent]
+        if len(able) > 2:
+            tenant = rng.choice(able)
+            self._live = [t for t in self._live if t is not tenant]
+            if not self.session.remove(tenant.name, timeout_s=60):
+                self._problem(f"{tenant.name} could not be removed within a minute.")
+            self.counts.add("tenants removed")
+
+    def _operator_swaps(self, rng: random.Random) -> None:
+        tenant = rng.choice([t for t in self._live if len(t.subject.versions) > 1])
+        (old,), new = tenant.allowed, rng.randrange(len(tenant.subject.versions))
+        tenant.allowed = frozenset({old, new})
+        self.session.swap(tenant.name, tenant.subject.versions[new], stitch=False, warmup=False)
+        tenant.allowed = frozenset({new})
+        self.counts.add("versions swapped")
+
+    def _operator_bursts(self, rng: random.Random) -> None:
+        draws = np.random.default_rng(rng.randrange(1 << 30))
+        tenant, futures = rng.choice(self._live), []
+        for _ in range(300):
+            inputs = tenant.subject.draw(draws)
+            try:
+                future = self.session.submit(tenant.name, inputs)
+                futures.append((tenant, inputs, tenant.allowed, future, self._count_ends(future), None))
+            except tf.errors.ResourceExhaustedError:
+                self.counts.add("rejected by the queue")
+        for sent in futures:
+            self._check(*sent)
+        self.counts.add("bursts")
+
+    def _watch(self, _: int) -> None:
+        begin = time.monotonic()
+        while not self._stop.wait(1.0):
+            gc.collect()
+            self.memory_mb.append((time.monotonic() - begin, _resident_mb(), _gpu_mb()))
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def _report(self, seconds: float) -> dict[str, Any]:
+        if not self.session.drain(60):
+            self._problem("The session could not be drained within a minute.")
+        self._agree()
+        growth = [_growth([m[i] for m in self.memory_mb]) for i in (1, 2)]
+        for what, grown in zip(("resident", "GPU"), growth):
+            if grown > GROWTH_MB:
+                self._problem(f"The {what} memory grew by {grown:.0f} MB over the second half.")
+        held = sum(d["held"] for d in scheduler.stats().get("devices", [])) if self.session.coalesce else 0
+        if held:
+            self._problem(f"The scheduler still holds {held} requests.")
+        ops = tf_stitch.runtime.counters()
+        return {"seconds": round(seconds, 1), "coalesce": self.session.coalesce, "problems": self.problems,
+                "counts": dict(sorted(self.counts.of.items())), "requests_per_second": self.counts.of["sent"] / seconds,
+                "stitched_runs": ops.stitched, "fallback_runs": ops.fallbacks,
+                "growth_mb": {"resident": growth[0], "gpu": growth[1]},
+                "memory_mb": [[round(v, 1) for v in m] for m in self.memory_mb[:: max(1, len(self.memory_mb) // 60)]]}
+
+    def _agree(self) -> None:
+        """Compares the session's counts with the clients'."""
+        mine, its = self.counts.of, collections.Counter[str]()
+        for tally in self._tallies:
+            its.update(tally.outcomes)
+            its["submitted"] += tally.submitted
+        if self.session.stats()["outstanding"]:
+            self._problem(f"The session still has {self.session.stats()['outstanding']} requests.")
+        pairs = {"submitted": (its["submitted"], mine["sent"]),
+                 "answered": (its["answered"] + its["late"], mine["answered"]),
+                 "failed": (its["failed"], mine["failed"]), "cancelled": (its["cancelled"], mine["cancelled"]),
+                 "expired": (its["expired"], mine["expired"]),
+                 "rejected": (its["rejected"], mine["rejected by the queue"] + mine["rejected"])}
+        for what, (session, clients) in pairs.items():
+            if session != clients:
+                self._problem(f"The session counts {session} {what}, its clients {clients}.")
+
+
+def _kind(ended: Any) -> str:
+    if not isinstance(ended, Exception):
+        return "answered"
+    if isinstance(ended, tf.errors.ResourceExhaustedError):
+        return "rejected"
+    return "expired" if isinstance(ended, tf.errors.DeadlineExceededError) else "failed"
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 2**20
+
+
+def _gpu_mb() -> float:
+    if not tf.config.list_physical_devices("GPU"):
+        return 0.0
+    return tf.config.experimental.get_memory_info("GPU:0")["current"] / 2**20
+
+
+def _growth(values: Sequence[float]) -> float:
+    """Mean of the last fifth over that of the fifth in the middle; 0 when there are too few."""
+    fifth = len(values) // 5
+    if fifth < 2:
+        return 0.0
+    return float(np.mean(values[-fifth:]) - np.mean(values[2 * fifth:3 * fifth]))
+
+
+# --- subjects ---------------------------------------------------------------------------------------
+
+def toys(folder: Path, count: int = 4, options: tf_stitch.Options | None = None) -> list[Subject]:
+    """Small functions whose inputs never repeat, and one that fails for part of them."""
+    found = []
+    for k in range(count):
+        factors = [1.0 + k + 0.25 * v for v in range(3)]
+        folders = [_stitched(_toy(f, faulty=k == 0), folder / f"toy{k}_{v}", options) for v, f in enumerate(factors)]
+        found.append(Subject(f"toy{k}", folders, _draw_toy, _right_toy(factors, faulty=k == 0), permanent=k == 0))
+    return found
+
+
+def _toy(factor: float, faulty: bool) -> tf.Module:
+    module = tf.Module()
+    module.weight = tf.Variable(np.float32(factor))
+
+    def call(x: tf.Tensor) -> dict[str, tf.Tensor]:
+        checks = [tf.debugging.Assert(tf.reduce_all(x < 2.5), ["too large"])] if faulty else []
+        with tf.control_dependencies(checks):
+            return {"y": (tf.tanh(x) * module.weight + 1.0) * tf.sigmoid(x)}
+
+    module.call = tf.function(call, autograph=False, input_signature=[tf.TensorSpec([None, WIDTH], tf.float32, "x")])
+    return module
+
+
+def _stitched(module: tf.Module, folder: Path, options: tf_stitch.Options | None) -> Path:
+    tf.saved_model.save(module, os.fspath(folder), signatures=module.call)
+    stitched = folder.with_name(folder.name + "_stitched")
+    tf_stitch.rewrite_saved_model(folder, stitched, options=options, verify=False)
+    return stitched
+
+
+def _draw_toy(rng: np.random.Generator) -> Inputs:
+    return {"x": rng.standard_normal((int(rng.integers(1, 5)), WIDTH)).astype(np.float32)}
+
+
+def _right_toy(factors: Sequence[float], faulty: bool) -> Callable[[int, Inputs, Any], bool]:
+    def right(version: int, inputs: Inputs, ended: Any) -> bool:
+        x = inputs["x"].astype(np.float64)
+        if faulty and (x >= 2.5).any():
+            return isinstance(ended, tf.errors.InvalidArgumentError) and "too large" in str(ended)
+        want = (np.tanh(x) * factors[version] + 1.0) / (1.0 + np.exp(-x))
+        return isinstance(ended, dict) and ended["y"].shape == want.shape and bool(
+            np.allclose(ended["y"], want, rtol=1e-5, atol=1e-6))
+
+    return right
+
+
+def real(folder: Path, kinds: Sequence[str], each: int) -> list[Subject]:
+    """The tenants of models.serving; their weights are the versions."""
+    from tf_stitch.serving.policies import expected
+
+    from . import serving
+
+    models = serving.tenants(kinds, each, folder)
+    found = []
+    for kind in kinds:
+        versions = [m for m in models if m.client.name.startswith(f"{kind}_")]
+        samples = [s for m in versions for s in m.client.samples]
+        answers = [expected(replace(m, client=replace(m.client, samples=samples))) for m in versions]
+        found.append(Subject(kind, [m.stitched for m in versions], _draw_of(samples), _right_of(samples, answers)))
+    return found
+
+
+def _draw_of(samples: Sequence[Inputs]) -> Callable[[np.random.Generator], Inputs]:
+    return lambda rng: samples[rng.integers(len(samples))]
+
+
+def _right_of(samples: Sequence[Inputs], answers: Sequence[Sequence[Mapping[str, np.ndarray]]]
+              ) -> Callable[[int, Inputs, Any], bool]:
+    index = {id(s): i for i, s in enumerate(samples)}
+
+    def right(version: int, inputs: Inputs, ended: Any) -> bool:
+        want = answers[version][index[id(inputs)]]
+        return isinstance(ended, dict) and all(relative_error(ended[k], v) <= TOLERANCE for k, v in want.items())
+
+    return right
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the soak; 1 when something did not hold."""
+    parser = argparse.ArgumentParser("python -m models.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--tenants", choices=("toys", "real"), default="toys")
+    parser.add_argument("--kinds", default="resnet18,speech,bert,dlrm", help="of real tenants")
+    parser.add_argument("--each", type=int, default=2, help="versions of real tenants")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--coalesce", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    threads = threading.active_count()
+    with tempfile.TemporaryDirectory(prefix="tf_stitch_soak_") as temporary:
+        folder = Path(temporary)
+        with tf_stitch.StitchSession(coalesce=args.coalesce) as session:
+            subjects = toys(folder) if args.tenants == "toys" else real(folder, args.kinds.split(","), args.each)
+            report = Soak(session, subjects, args.clients, args.seed).run(args.minutes * 60)
+    if threading.active_count() > threads:
+        report["problems"].append(f"{threading.active_count() - threads} threads are left.")
+    text = json.dumps({"machine": machine(), **report}, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+    return int(bool(report["problems"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

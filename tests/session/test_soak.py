@@ -1,0 +1,49 @@
+"""A short form of models.soak: tenants added, removed, swapped, failing, cancelled, overloaded."""
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+import tf_stitch
+from models import serving, soak
+
+from .support import NATIVE
+
+
+@pytest.fixture(scope="module")
+def subjects(tmp_path_factory):
+    return soak.toys(tmp_path_factory.mktemp("toys"), 3, NATIVE)
+
+
+@pytest.mark.parametrize("coalesce", [False, True], ids=["plain", "coalescing"])
+def test_soak(subjects, coalesce):
+    threads = threading.active_count()
+    with tf_stitch.StitchSession(coalesce=coalesce, threads=16, options=NATIVE) as session:
+        report = soak.Soak(session, subjects, clients=4, seed=3).run(3.0)
+    assert report["problems"] == []
+    for what in ("answered", "failed", "cancelled", "rejected by the queue", "versions swapped"):
+        assert report["counts"][what] > 0, what
+    assert threading.active_count() <= threads
+
+
+def test_soak_notices_wrong_answers_and_counts(subjects):
+    with tf_stitch.StitchSession(coalesce=False, threads=4, options=NATIVE) as session:
+        wrong = [soak.replace(s, right=lambda version, inputs, ended: False) for s in subjects]
+        assert any("versions" in p for p in soak.Soak(session, wrong, clients=1).run(0.3)["problems"])
+    with tf_stitch.StitchSession(coalesce=False, threads=4, options=NATIVE) as session:
+        run = soak.Soak(session, subjects, clients=1)
+        run.counts.add("answered")  # one more than there were
+        report = run.run(0.3)
+    assert len(report["problems"]) == 1 and "answered, its clients" in report["problems"][0]
+
+
+def test_benchmark_of_real_tenants(tmp_path):
+    assert serving.main(["--kinds", "rnn", "--each", "2", "--policies", "stitched", "--seconds", "0.1", "--probes", "2",
+                         "--mixed-policies", "stitched", "--mixed-seconds", "0.2", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "serving.json").read_text())
+    assert found["rows"][0]["policy"] == "stitched" and found["rows"][0]["throughput_rps"] > 0
+    assert [(r["part"], r["wrong"]) for r in found["mixed"]] == [("alone", 0), ("mixed", 0)]
+    assert found["mixed"][1]["best_effort_rps"] > 0
+    assert "1.00x" in (tmp_path / "serving.txt").read_text()
