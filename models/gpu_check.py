@@ -310,7 +310,10 @@ def _results(out: Path, records: dict[str, dict[str, Any]]) -> tuple[list[Any], 
     promises = claims(bench.document(rows, facts, **known))
     known["claims"] = {c.what: {"kept": c.kept, "figure": c.figure} for c in promises}
     data, _ = bench.save(rows, facts, out, "results", lines=["", *map(str, promises)], **known)
-    plots.draw(json.loads(data.read_text()), out / "results")
+    try:
+        plots.draw(json.loads(data.read_text()), out / "results")
+    except ModuleNotFoundError as error:
+        print(f"No plots: {error}. Where it is installed: python -m models.plots {data}")
     return rows, facts
 
 

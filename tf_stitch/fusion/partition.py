@@ -48,6 +48,8 @@ class Partition:
     def _connect(self) -> None:
         """Data flow between units, floating nodes looked through."""
         self._sources: dict[Node, tuple[Node, ...]] = {}
+        self._reads: dict[Unit, frozenset[Node]] = {}
+        self._feeds: dict[Unit, frozenset[Node]] = {}
         self.users: dict[Node, set[Node]] = {n: set() for n in self.owner}
         for n in self.owner:
             for s in self.sources(n):
@@ -90,13 +92,29 @@ class Partition:
             found = self._sources[node] = tuple(out)
         return found
 
+    def reads(self, unit: Unit) -> frozenset[Node]:
+        """Nodes outside of ``unit`` that it reads, floating ones looked through; cached."""
+        found = self._reads.get(unit)
+        if found is None:
+            found = self._reads[unit] = frozenset(s for n in unit.nodes for s in self.sources(n)) - unit.nodes
+        return found
+
+    def feeds(self, unit: Unit) -> frozenset[Node]:
+        """Nodes outside of ``unit`` that read it; cached."""
+        found = self._feeds.get(unit)
+        if found is None:
+            found = self._feeds[unit] = frozenset(u for n in unit.nodes for u in self.users[n]) - unit.nodes
+        return found
+
     def producers(self, unit: Unit) -> set[Unit]:
         """Units whose values ``unit`` reads."""
-        return {self.owner[s] for n in unit.nodes for s in self.sources(n) if s in self.owner} - {unit}
+        owner = self.owner
+        return {owner[s] for s in self.reads(unit) if s in owner}
 
     def consumers(self, unit: Unit) -> set[Unit]:
         """Units that read a value of ``unit``."""
-        return {self.owner[u] for n in unit.nodes for u in self.users[n]} - {unit}
+        owner = self.owner
+        return {owner[u] for u in self.feeds(unit)}
 
     def makes_cycle(self, merged: frozenset[Unit]) -> bool:
         """True when contracting ``merged`` would close a cycle: a path leaves the set and comes back."""
@@ -115,6 +133,8 @@ class Partition:
         """Replaces units by their union."""
         merged = list(merged)
         unit = Unit(n for u in merged for n in u.nodes)
+        self._reads[unit] = frozenset().union(*map(self.reads, merged)) - unit.nodes
+        self._feeds[unit] = frozenset().union(*map(self.feeds, merged)) - unit.nodes
         self.units.difference_update(merged)
         self._own(unit)
         return unit
@@ -139,11 +159,12 @@ class Partition:
 
     def state(self) -> tuple:
         """What :meth:`restore` needs to come back to this partition."""
-        return set(self.floating), dict(self.owner), set(self.units), self._sources, self.users
+        return (set(self.floating), dict(self.owner), set(self.units), self._sources, self.users, self._reads,
+                self._feeds)
 
     def restore(self, state: tuple) -> None:
         """Comes back to an earlier partition."""
-        self.floating, self.owner, self.units, self._sources, self.users = state
+        (self.floating, self.owner, self.units, self._sources, self.users, self._reads, self._feeds) = state
 
     def around(self, nodes: Iterable[Node]) -> set[Unit]:
         """Units that hold, read or feed any of ``nodes``, floating or not."""
@@ -183,6 +204,7 @@ class Partition:
 
     def in_order(self) -> list[Unit]:
         """Units in topological order, producers first, ties by position in the graph."""
-        first = {u: min(self.rank_of[n] for n in u.nodes) for u in self.units}
+        rank = self.rank_of.__getitem__
+        first = {u: min(map(rank, u.nodes)) for u in self.units}
         place = first.__getitem__
         return topological(sorted(self.units, key=place), lambda u: sorted(self.producers(u), key=place))

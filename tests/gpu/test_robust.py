@@ -1,0 +1,255 @@
+"""What a model must survive on a GPU, by the ways in that users have: other chips, no memory, odd sizes, threads."""
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_stitch
+from tests.gpu.test_op_gpu import free_bytes
+from tests.op.calls import counted
+from tf_stitch import runtime
+from tf_stitch.options import Options
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parent.parent.parent
+v1 = tf.compat.v1
+INDEX_LIMIT = (1 << 31) - (1 << 20)  # elements that 32-bit indices reach: kernels count in 32 bits up to here
+
+
+def chain(x: tf.Tensor) -> tf.Tensor:
+    return tf.nn.softmax(tf.nn.gelu(x * 2.0 + 1.0) - tf.reduce_mean(x, -1, keepdims=True))
+
+
+def session_run(graph_def: tf.compat.v1.GraphDef, x: np.ndarray) -> np.ndarray:
+    """The output "y" of a graph, its nodes on the GPU."""
+    with tf.Graph().as_default():
+        tf.import_graph_def(graph_def, name="")
+        with v1.Session() as session:
+            return session.run("y:0", {"x:0": x})
+
+
+def rewritten(fn=chain, **options) -> tf.compat.v1.GraphDef:
+    with tf.Graph().as_default() as graph, tf.device("/GPU:0"):
+        x = v1.placeholder(tf.float32, [None, None], name="x")
+        tf.identity(fn(x), name="y")
+    out, report = tf_stitch.rewrite_graph_def(graph.as_graph_def(), options=Options(**options))
+    assert report.clusters
+    return out
+
+
+def values(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def in_a_process(script: str) -> str:
+    """What a script prints, on both streams, in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, text=True, check=False,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+# --- other chips -----------------------------------------------------------------------------------
+
+def test_code_for_an_older_chip_runs_from_its_ptx():
+    x = values(33, 100)
+    graph = rewritten(target="cuda:sm_80")
+    got, ran, fell_back = counted(lambda: session_run(graph, x))
+    assert (ran, fell_back) == (1, 0)
+    np.testing.assert_allclose(got, chain(tf.constant(x)), rtol=1e-5, atol=1e-7)
+
+
+def test_code_for_a_newer_chip_runs_tensorflow_and_says_why():
+    said = in_a_process("""
+import numpy as np
+from tests.gpu.test_robust import *
+x = values(33, 100)
+graph = rewritten(target="cuda:sm_120")
+got, ran, fell_back = counted(lambda: session_run(graph, x))
+assert (ran, fell_back) == (0, 1), (ran, fell_back)
+np.testing.assert_allclose(got, chain(tf.constant(x)), rtol=1e-5, atol=1e-7)
+""")
+    assert "sm_120" in said and "compute_120" in said  # what it has code for
+
+
+# --- no memory -------------------------------------------------------------------------------------
+
+def test_exhausted_memory_is_an_error_and_the_next_call_works():
+    """256 MiB for TensorFlow: a call that needs more says so, gives back what it took, and smaller ones go on."""
+    in_a_process("""
+import gc
+import tensorflow as tf
+gpu = tf.config.list_physical_devices("GPU")[0]
+tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=256)])
+from tests.gpu.test_robust import *
+f = tf_stitch.function(lambda x, w: (tf.matmul(tf.nn.gelu(x), w) + 1.0, tf.nn.softmax(x) * 2.0),
+                       input_signature=[tf.TensorSpec([None, 1024]), tf.TensorSpec([1024, 1024])])
+w = tf.constant(values(1024, 1024))
+small = tf.constant(values(512, 1024))
+want = [np.asarray(y) for y in f.python_function(small, w)]
+def used():
+    gc.collect()
+    return tf.config.experimental.get_memory_info("GPU:0")["current"]
+def check():
+    got, ran, _ = counted(lambda: f(small, w))
+    assert ran == 1
+    for g, y in zip(got, want):
+        np.testing.assert_allclose(g, y, rtol=1e-2, atol=1e-2)
+for _ in range(8):
+    check()
+before = used()
+for attempt in range(4):
+    large = tf.zeros([20_000, 1024])  # 78 MiB, and as much for each of the outputs and for what lies between
+    try:
+        got = f(large, w)
+        total = float(tf.reduce_sum(got[1]))  # it fitted after all: then it must be right
+        assert abs(total - 2 * 20_000) < 1.0, total
+    except tf.errors.ResourceExhaustedError as error:
+        assert "StitchedProgram" in str(error) or "OOM" in str(error) or "allocat" in str(error), error
+    large = got = None
+    check()
+    assert used() == before, (used(), before)
+huge = tf.zeros([40_000, 1024])
+try:
+    f(huge, w)
+except tf.errors.ResourceExhaustedError:
+    print("refused")
+else:
+    raise AssertionError("160 MiB of input, twice that of output in 256 MiB")
+huge = None
+check()
+assert used() == before, (used(), before)
+""")
+
+
+def test_nothing_stays_behind_when_models_come_and_go():
+    """Sessions over models that are rewritten anew, each with code and weights of its own."""
+    x = values(64, 256)
+
+    def once(k: int) -> None:
+        graph = rewritten(lambda x: chain(x + float(k)) * tf.constant(values(1, 256)) + float(k))
+        got, ran, _ = counted(lambda: [session_run(graph, x) for _ in range(2)])
+        assert ran == 2
+        np.testing.assert_allclose(got[0], chain(tf.constant(x + k)) * values(1, 256) + k, rtol=1e-4, atol=1e-5)
+        gc.collect()
+
+    for k in range(4):
+        once(k)
+    before, resident = free_bytes(), _resident()
+    for k in range(4, 24):
+        once(k)
+    assert before - free_bytes() < 8 << 20
+    assert _resident() - resident < 200 << 20
+
+
+def _resident() -> int:
+    """Bytes of this process in the host's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- sizes -----------------------------------------------------------------------------------------
+
+def test_a_shape_outside_the_guards_runs_tensorflow():
+    """Two unknown sizes are taken to be equal; where they are not, broadcasting is TensorFlow's."""
+    f = tf_stitch.function(lambda x, y: tf.tanh(x + y) * tf.exp(-y) + x,
+                           input_signature=[tf.TensorSpec([None, 40]), tf.TensorSpec([None, 40])])
+    for n, k in [(7, 7), (7, 1), (1, 7), (9, 9), (0, 0), (0, 1)]:
+        x, y = values(n, 40), values(k, 40)
+        got = f(x, y)
+        np.testing.assert_allclose(got, np.tanh(x + y) * np.exp(-y) + x, rtol=1e-5, atol=1e-6)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        f(values(7, 40), values(3, 40))
+    _, ran, fell_back = counted(lambda: f(values(7, 40), values(7, 40)))
+    assert (ran, fell_back) == (1, 0)
+
+
+@pytest.mark.parametrize("n", [INDEX_LIMIT - 64, 1 << 31, (1 << 31) + 12_345])
+def test_two_to_the_31_elements(n):
+    """Float16, 4 GiB each way; what 32 bits cannot count is TensorFlow's."""
+    if free_bytes() < 24 << 30:
+        pytest.skip("less than 24 GiB of GPU memory are free")
+    f = tf_stitch.function(lambda x: tf.maximum(x * 2.0 - 0.5, 0.25) + tf.square(x),
+                           input_signature=[tf.TensorSpec([None], tf.float16)])
+    piece = tf.constant(np.random.default_rng(0).random(1 << 20).astype(np.float16))
+    x = tf.tile(piece, [-(-n // (1 << 20))])[:n]
+    got, ran, fell_back = counted(lambda: f(x))
+    assert ran + fell_back == 1 and (ran == 1 or n > INDEX_LIMIT)
+    want = f.python_function(piece)
+    for start in [0, 1 << 20, (1 << 30) - (1 << 20), (n >> 20 << 20) - (1 << 20)]:
+        tf.debugging.assert_equal(got[start:start + (1 << 20)], want)
+    tail = n & ((1 << 20) - 1)
+    tf.debugging.assert_equal(got[n - tail:], want[:tail])
+
+
+def test_rows_past_32_bits():
+    """Rows of 2^31 elements in all: offsets of rows do not fit 32 bits."""
+    if free_bytes() < 24 << 30:
+        pytest.skip("less than 24 GiB of GPU memory are free")
+    f = tf_stitch.function(lambda x: x * 3.0 - tf.reduce_max(x, -1, keepdims=True),
+                           input_signature=[tf.TensorSpec([None, None], tf.float16)])
+    rows = tf.constant(np.random.default_rng(1).standard_normal((1 << 8, 1 << 13)).astype(np.float16))
+    x = tf.tile(rows, [1 << 10, 1])
+    got, want = f(x), f(rows)
+    tf.debugging.assert_equal(want, f.python_function(rows))
+    for k in (0, 511, 1023):
+        tf.debugging.assert_equal(got[k << 8:(k + 1) << 8], want)
+
+
+# --- threads and devices ---------------------------------------------------------------------------
+
+def test_32_threads_on_one_function():
+    """Different batch sizes at the same time, from the first call on."""
+    w = tf.Variable(values(48, 48))
+    f = tf_stitch.function(lambda x: chain(tf.matmul(tf.tanh(x), w)), input_signature=[tf.TensorSpec([None, 48])])
+    sizes = [0, 1, 2, 3, 17, 64, 100, 333]
+    xs = {n: tf.constant(values(n, 48)) for n in sizes}
+    want = {n: np.asarray(chain(tf.matmul(tf.tanh(x), w))) for n, x in xs.items()}
+    before = runtime.counters()
+
+    def work(seed: int) -> bool:
+        for n in np.random.default_rng(seed).choice(sizes, 20):
+            np.testing.assert_allclose(f(xs[n]), want[n], rtol=2e-3, atol=1e-5)
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        assert all(pool.map(work, range(32)))
+    after = runtime.counters()
+    assert (after.stitched - before.stitched, after.fallbacks - before.fallbacks) == (32 * 20, 0)
+
+
+@pytest.mark.skipif(len(tf.config.list_physical_devices("GPU")) < 2, reason="one GPU")
+def test_one_function_on_two_gpus():
+    """Placed by the caller's device scope, from two threads at once; the results stay on their GPUs."""
+    def made(device: str):
+        def call(x):
+            with tf.device(device):
+                return chain(x)
+
+        return tf_stitch.function(call, input_signature=[tf.TensorSpec([None, 64])])
+
+    fs = [made("/GPU:0"), made("/GPU:1")]
+    x = values(128, 64)
+    want = np.asarray(chain(tf.constant(x)))
+    before = runtime.counters()
+
+    def work(f) -> set[str]:
+        places = set()
+        for _ in range(20):
+            y = f(x)
+            np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-7)
+            places.add(y.device[-5:])
+        return places
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, fs)) == [{"GPU:0"}, {"GPU:1"}]
+    after = runtime.counters()
+    assert (after.stitched - before.stitched, after.fallbacks - before.fallbacks) == (40, 0)

@@ -1,0 +1,105 @@
+"""The parts of the GPU check that a machine without one can run: many sizes, a second process, promises, plots."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from models import bench as models_bench
+from models import dynamic, gpu_check, plots, restart
+from models.claims import claims
+from models.workloads import REGISTRY
+from tf_stitch import bench
+
+ROW = {"latency_us": 10.0, "rounds_us": [10.0], "kernels": 2, "compile_s": 1.0, "gpu_busy_us": 8.0}
+
+
+def test_one_rewrite_serves_many_sizes() -> None:
+    with models_bench.fresh_cache():
+        found = dynamic.experiment(REGISTRY["lr"], range(1, 13), samples=2, rounds=2, round_s=0.005, xla_seconds=0.0)
+    assert found["rewrites"] == 0 and found["plans"] == 11  # the last size was the first call
+    assert [s["batch"] for s in found["samples"]] == [1, 12]
+    assert found["xla_compiled"] == 2 and found["xla_extrapolated"]
+    assert found["xla_all_s"] == pytest.approx(6 * found["xla_compile_s"])
+    assert len(found["latency_us"]) == len(found["first_call_us"]) == 12
+    assert "lr, 12 batch sizes: 0 rewrites and 11 plans" in dynamic.line(found)
+
+
+def test_verdicts_on_many_sizes() -> None:
+    found = {"workload": "w", "rewrites": 2, "samples": [{"batch": 3, "ratio": 1.2}, {"batch": 4, "ratio": 1.0}]}
+    assert dynamic.verdicts(found) == ["w: 2 rewrites after the first",
+                                       "w, batch 3: 1.20 times the time of a rewrite for this size"]
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    found = restart.second_process("lr", tmp_path)
+    assert found["fallbacks"] == found["cold"]["fallbacks"] == 0
+    assert 0 < found["rewrite_s"] < found["first_answer_s"]
+    assert found["rewrite_s"] < found["cold"]["rewrite_s"]
+    kept = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    again = restart.second_process("lr", tmp_path, fill=False)
+    assert kept == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    assert again["fallbacks"] == 0
+    assert "error" in restart.second_process("nope", tmp_path, fill=False)
+
+
+def document(stitched: dict, xla: dict, **more) -> dict:
+    rows = [bench.Row("lr", "tensorflow", 50.0, rounds_us=[50.0]), bench.Row("lr", "xla", **{**ROW, **xla}),
+            bench.Row("lr", "stitched", **{**ROW, **stitched}), bench.Row("layernorm", "stitched", **ROW)]
+    return {**bench.document(rows, bench.machine()), **more}
+
+
+def verdict(found: dict, what: str) -> bool | None:
+    (claim,) = [c for c in claims(found) if c.what.startswith(what)]
+    return claim.kept
+
+
+@pytest.mark.parametrize("us, kernels, compile_s, kept", [(4.0, 1, 0.5, True), (6.0, 2, 1.5, False)])
+def test_promises_are_kept_or_not(us, kernels, compile_s, kept) -> None:
+    made = document({"latency_us": us, "rounds_us": [us], "kernels": kernels, "compile_s": compile_s}, {})
+    assert verdict(made, "XLA's latency over stitched, lr (at least 2)") is kept
+    assert verdict(made, "fewer kernels than XLA, lr") is kept
+    assert verdict(made, "compiles sooner than XLA, lr") is kept
+    assert verdict(made, "XLA's latency over stitched, rnn (") is None  # not measured
+    assert verdict(made, "a second process") is None
+
+
+def test_more_promises() -> None:
+    assert verdict(document({}, {}, copy_gb_per_s=4300.0), "layernorm, share of the copy bandwidth") is True
+    busy = document({}, {}, copy_gb_per_s=4300.0)
+    busy["rows"][-1]["gpu_busy_us"] = 20.0
+    assert verdict(busy, "layernorm, share of the copy bandwidth") is False
+    assert verdict(document({}, {}, restart={"lr": {"first_answer_s": 0.4}}), "a second process") is True
+    assert verdict(document({}, {}, restart={"lr": {"first_answer_s": 1.4}}), "a second process") is False
+    assert verdict(document({}, {}, restart={"lr": {"error": "no"}}), "a second process") is False
+    faster = document({}, {})
+    faster["rows"].append({**faster["rows"][2], "system": "torch", "latency_us": 3.0})
+    assert verdict(faster, "fastest of all systems, lr") is False
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    curve = {"workload": "lr", "sizes": [1, 2], "latency_us": [3.0, 4.0], "compile_s": 1.0, "xla_mean_compile_s": 2.0,
+             "samples": [{"batch": 1, "static_us": 3.0, "xla_us": 5.0}]}
+    (tmp_path / "r.json").write_text(json.dumps(document({}, {}, dynamic=[curve])))
+    assert plots.main([str(tmp_path / "r.json")]) == 0
+    made = {p.name for p in tmp_path.iterdir()} - {"r.json"}
+    assert made == {f"r_{n}.{kind}" for n in ("latency", "kernels", "busy", "dynamic") for kind in ("png", "svg")}
+    assert all((tmp_path / n).stat().st_size > 2000 for n in made)
+
+
+def test_steps_are_written_as_they_end(tmp_path: Path) -> None:
+    record = gpu_check.Record(tmp_path / "part.json")
+
+    def bad():
+        raise ValueError("no")
+
+    gpu_check.walk(record, [("a", lambda: {"x": 1}), ("b", bad)], end=1e12)
+    gpu_check.walk(record, [("late", lambda: {"x": 2})], end=0.0)
+    steps = json.loads((tmp_path / "part.json").read_text())
+    assert steps["a"]["x"] == 1 and steps["b"]["error"] == "ValueError: no" and "late" not in steps
+    again = gpu_check.Record(tmp_path / "part.json")
+    gpu_check.walk(again, [("a", bad)], end=1e12)  # has a result
+    assert again.steps["a"]["x"] == 1
