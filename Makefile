@@ -47,7 +47,8 @@ load: $(STAMPS)/models build host
 
 # The op's own runtime (parser, planner, CPU and GPU runtimes) under address, undefined and thread sanitizers.
 sanitize: $(STAMPS)/test build
-	$(BIN)/python -m pytest tests/op/test_fuzz.py tests/op/test_sanitize.py tests/op/test_replay.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/op/test_fuzz.py tests/op/test_sanitize.py tests/op/test_replay.py \
+	  tests/op/test_scheduler.py $(PYTEST_ARGS)
 
 fuzz: $(STAMPS)/test build
 	$(BIN)/python -m tests.op.fuzz

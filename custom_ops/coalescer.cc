@@ -43,9 +43,10 @@ bool Coalescer::Submit(std::shared_ptr<Request> request) {
     return true;
   }
   if (verdict.kind == Policy::Verdict::kFull && !request->cancelled_) return false;  // stopping
-  Outcome outcome = verdict.kind == Policy::Verdict::kRejected ? Outcome::kRejected : Outcome::kCancelled;
-  std::vector<Gone> gone;
-  gone.push_back({std::move(request), outcome, verdict.why});
+  request->outcome_ = verdict.kind == Policy::Verdict::kRejected ? Outcome::kRejected : Outcome::kCancelled;
+  request->why_ = std::move(verdict.why);
+  Gone gone;
+  gone.push_back(std::move(request));
   Answer(&gone, &lock);
   return true;
 }
@@ -135,22 +136,27 @@ void Coalescer::Issue(size_t index) {
 
 void Coalescer::Start(size_t index, Superkernel superkernel, Lock* lock) {
   std::vector<Member> members;
-  for (uint64_t id : superkernel.members) members.push_back({requests_.at(id).get(), policy_.NextUnit(id), false, ""});
+  for (uint64_t id : superkernel.members) {
+    Member m;
+    m.request = requests_.at(id).get();
+    m.unit = policy_.NextUnit(id);
+    ++m.request->under_way_;
+    members.push_back(std::move(m));
+  }
   lock->unlock();
   Micros begin = NowMicros();
   std::unique_ptr<Device::Ticket> ticket = device_->Issue(index, &members);
   Micros end = NowMicros();
   lock->lock();
-  std::vector<Gone> gone;
-  for (size_t i = 0; i < members.size(); ++i) {
-    Member& m = members[i];
-    uint64_t id = superkernel.members[i];
+  Gone gone;
+  for (Member& m : members) {
+    if (!ticket) --m.request->under_way_;
     if (m.failed) {
-      Leave(id, Outcome::kFailed, std::move(m.error), &gone);
+      End(m.request, Outcome::kFailed, std::move(m.error), &gone);
     } else if (m.request->cancelled_) {
-      Leave(id, Outcome::kCancelled, "", &gone);
-    } else if (!policy_.Advance(id, end)) {
-      Leave(id, Outcome::kCompleted, "", &gone);
+      End(m.request, Outcome::kCancelled, "", &gone);
+    } else if (!policy_.Advance(m.request->id_, m.count, end)) {
+      End(m.request, Outcome::kCompleted, "", &gone);
     }
   }
   if (ticket) {
@@ -179,6 +185,14 @@ void Coalescer::Finish(size_t index) {
     lane.pending.pop_front();
     lane.ahead_us = lane.pending.empty() ? 0 : lane.ahead_us - done.superkernel.estimate_us;
     policy_.Finished(done.superkernel, us, NowMicros());
+    Gone gone;
+    for (uint64_t id : done.superkernel.members) {
+      Request* request = requests_.at(id).get();
+      --request->under_way_;
+      if (request->ended_) TakeOut(request, &gone);
+    }
+    changed_.notify_all();
+    Answer(&gone, &lock);
     lock.unlock();
     done.ticket.reset();  // may give device resources back
     lock.lock();
@@ -190,21 +204,34 @@ void Coalescer::Finish(size_t index) {
 
 // --- answers -----------------------------------------------------------------------------------------------
 
-void Coalescer::Leave(uint64_t id, Outcome outcome, std::string why, std::vector<Gone>* gone) {
-  auto found = requests_.find(id);
-  policy_.Remove(id, outcome, NowMicros());
-  gone->push_back({std::move(found->second), outcome, std::move(why)});
+// Nothing more of the request is scheduled.
+void Coalescer::End(Request* request, Outcome outcome, std::string why, Gone* gone) {
+  request->ended_ = true;
+  request->outcome_ = outcome;
+  request->why_ = std::move(why);
+  TakeOut(request, gone);
+}
+
+// Once the device has nothing of it under way, an ended request is to be answered.
+void Coalescer::TakeOut(Request* request, Gone* gone) {
+  if (request->under_way_ > 0) {
+    policy_.Retire(request->id_);
+    return;
+  }
+  policy_.Remove(request->id_, request->outcome_, NowMicros());
+  auto found = requests_.find(request->id_);
+  gone->push_back(std::move(found->second));
   requests_.erase(found);
 }
 
 // Calls Done, with the lock released.
-void Coalescer::Answer(std::vector<Gone>* gone, Lock* lock) {
+void Coalescer::Answer(Gone* gone, Lock* lock) {
   if (gone->empty()) return;
   answering_ += gone->size();
   lock->unlock();
-  for (Gone& g : *gone) {
-    g.request->Done(g.outcome, g.why);
-    g.request.reset();
+  for (std::shared_ptr<Request>& request : *gone) {
+    request->Done(request->outcome_, request->why_);
+    request.reset();
   }
   lock->lock();
   answering_ -= gone->size();
@@ -213,9 +240,11 @@ void Coalescer::Answer(std::vector<Gone>* gone, Lock* lock) {
 }
 
 void Coalescer::AnswerCancelled(Lock* lock) {
-  std::vector<Gone> gone;
-  for (uint64_t id : cancelled_) {  // what is under way is answered when it comes back
-    if (policy_.Waiting(id)) Leave(id, Outcome::kCancelled, "", &gone);
+  Gone gone;
+  for (uint64_t id : cancelled_) {  // one whose turn it is now ends when it comes back
+    auto found = requests_.find(id);
+    if (found == requests_.end() || found->second->ended_ || !policy_.Waiting(id)) continue;
+    End(found->second.get(), Outcome::kCancelled, "", &gone);
   }
   cancelled_.clear();
   Answer(&gone, lock);

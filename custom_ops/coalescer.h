@@ -27,9 +27,9 @@ class Request {
  public:
   virtual ~Request() = default;
 
-  // Called exactly once when the request was submitted, from any thread, with no lock held.  kCompleted: all units have
-  // run, or will have run for whoever follows in the device's order.  Else `why` is a sentence, or "" when the device
-  // refused to compute and what the program replaces has to run.
+  // Called exactly once when the request was submitted, from any thread, with no lock held, and when nothing of it is
+  // under way on the device.  kCompleted: all units have run.  Else `why` says what happened, or is "": then, after
+  // kFailed, the device refused to compute and what the program replaces has to run.
   virtual void Done(Outcome outcome, const std::string& why) = 0;
 
   std::string tenant;
@@ -39,13 +39,18 @@ class Request {
  private:
   friend class Coalescer;
   uint64_t id_ = 0;
+  int under_way_ = 0;  // superkernels on the device that hold units of it
   bool cancelled_ = false;
+  bool ended_ = false;  // as follows; answered when nothing is under way
+  Outcome outcome_ = Outcome::kCompleted;
+  std::string why_;
 };
 
 // A request's part in a superkernel.
 struct Member {
   Request* request;
   size_t unit;
+  size_t count = 1;  // units that were run: a device may run more than the one where nobody else is concerned
   bool failed = false;
   std::string error;  // when failed: as Request::Done's `why`
 };
@@ -63,8 +68,9 @@ class Device {
   virtual std::vector<LaneKind> lanes() const = 0;
   virtual bool enqueues() const { return false; }  // whether Issue ever gives tickets
 
-  // Runs one unit of each member and returns null, or enqueues them and returns a ticket: then what a member enqueues
-  // next, on whichever lane, comes after.  One call per lane at a time.  A member that fails does not hurt the others.
+  // Runs one unit of each member and returns null, or enqueues them and returns a ticket: then what is enqueued for a
+  // member next, on whichever lane, comes after.  One call per lane at a time.  A member that fails does not hurt the
+  // others.
   virtual std::unique_ptr<Ticket> Issue(size_t lane, std::vector<Member>* members) = 0;
 };
 
@@ -115,18 +121,15 @@ class Coalescer {
     double ahead_us = 0;  // estimated time of what is pending
     std::thread issuer, finisher;
   };
-  struct Gone {
-    std::shared_ptr<Request> request;
-    Outcome outcome;
-    std::string why;
-  };
+  using Gone = std::vector<std::shared_ptr<Request>>;
   using Lock = std::unique_lock<std::mutex>;
 
   void Issue(size_t lane);
   void Finish(size_t lane);
   void Start(size_t lane, Superkernel superkernel, Lock* lock);
-  void Leave(uint64_t id, Outcome outcome, std::string why, std::vector<Gone>* gone);
-  void Answer(std::vector<Gone>* gone, Lock* lock);
+  void End(Request* request, Outcome outcome, std::string why, Gone* gone);
+  void TakeOut(Request* request, Gone* gone);
+  void Answer(Gone* gone, Lock* lock);
   void AnswerCancelled(Lock* lock);
   void Sleep(Micros until, Lock* lock);
   bool Idle() const { return requests_.empty() && answering_ == 0; }

@@ -218,14 +218,20 @@ bool Policy::Waiting(uint64_t id) const {
   return found != entries_.end() && found->second.state != State::kUnderWay;
 }
 
-bool Policy::Advance(uint64_t id, Micros now) {
+bool Policy::Advance(uint64_t id, size_t count, Micros now) {
   Entry& e = entries_.at(id);
   --e.kind->at[e.next];
-  ++e.next;
+  e.next = std::min(e.next + count, e.work->units.size());
   ++e.kind->at[e.next];
   if (e.next == e.work->units.size()) return false;
   MakeReady(&e, now);
   return true;
+}
+
+void Policy::Retire(uint64_t id) {
+  Entry& e = entries_.at(id);
+  if (e.state == State::kReady) TakeFromList(&e);
+  if (e.state == State::kReady) e.state = State::kUnderWay;
 }
 
 void Policy::Remove(uint64_t id, Outcome outcome, Micros now) {

@@ -117,8 +117,11 @@ class Policy {
   // none: then *wake is when to ask again, if nothing happens before (kNever: not before something happens).
   bool Next(LaneKind lane, Micros now, Superkernel* out, Micros* wake);
 
-  // A member's unit was run, or will be before what the member issues next.  False when it was the last one.
-  bool Advance(uint64_t id, Micros now);
+  // `count` units of a member were run, or will be before what it issues next.  False when none is left.
+  bool Advance(uint64_t id, size_t count, Micros now);
+
+  // Schedules no more of a request, which stays held until Remove.
+  void Retire(uint64_t id);
 
   // A superkernel took `us` on the device.
   void Finished(const Superkernel& superkernel, double us, Micros now);
@@ -129,7 +132,7 @@ class Policy {
   // The unit that a request is at.
   size_t NextUnit(uint64_t id) const { return entries_.at(id).next; }
 
-  // True while the request waits, so that it may be removed at once.
+  // True while the next unit of a request waits.
   bool Waiting(uint64_t id) const;
 
   size_t held() const { return entries_.size(); }

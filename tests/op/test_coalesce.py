@@ -105,7 +105,7 @@ def test_32_threads_of_many_tenants_equal_lone_runs():
         now = stats()
         assert sum(t["completed"] for name, t in now["tenants"].items() if name.startswith("tenant_")) == runs
         device = now["devices"][0]
-        assert device["name"] == "CPU" and device["coalescing_factor"] > 1.2, device
+        assert device["name"] == "CPU" and device["coalescing_factor"] > 1, device
         assert all(sum(t["latency_ms"]["counts"]) == t["completed"] for t in now["tenants"].values())
 
 

@@ -1,0 +1,453 @@
+// The superkernel scheduler's own tests, without TensorFlow: the policy on a virtual clock, and the coalescer's threads
+// over a device that notes what it is asked to run.  Built with sanitizers.
+//
+//   schedule_requests SEED
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../custom_ops/coalescer.h"
+
+namespace {
+
+using namespace tf_stitch;
+
+std::atomic<int> g_checks{0};
+#define CHECK(what)                                                                        \
+  do {                                                                                     \
+    ++g_checks;                                                                            \
+    if (!(what)) fprintf(stderr, "line %d: %s does not hold\n", __LINE__, #what), exit(1); \
+  } while (false)
+
+std::shared_ptr<const Work> WorkOf(const std::vector<uint64_t>& clusters, double us = 100) {
+  auto work = std::make_shared<Work>();
+  for (uint64_t c : clusters) work->units.push_back({c, c, us});
+  work->SetKind();
+  return work;
+}
+
+// --- the policy, on a virtual clock ----------------------------------------------------------------------
+
+struct Clock {
+  explicit Clock(const PolicyOptions& options = {}) : policy(options, &estimates) {}
+
+  Policy::Verdict Admit(uint64_t id, const std::string& tenant, std::shared_ptr<const Work> work,
+                        Micros deadline = kNever) {
+    return policy.Admit(id, tenant, std::move(work), deadline, now);
+  }
+  bool Held(uint64_t id, const std::string& tenant, std::shared_ptr<const Work> work, Micros deadline = kNever) {
+    return Admit(id, tenant, std::move(work), deadline).kind == Policy::Verdict::kHeld;
+  }
+  // The members of the superkernel that is due now; none when there is none.
+  std::vector<uint64_t> Next(LaneKind lane = LaneKind::kAny) {
+    Superkernel found;
+    if (!policy.Next(lane, now, &found, &wake)) return {};
+    last = found;
+    return found.members;
+  }
+  // It takes `us`; members go on or are done.
+  void Run(double us) {
+    now += static_cast<Micros>(us);
+    policy.Finished(last, us, now);
+    for (uint64_t id : last.members) {
+      if (!policy.Advance(id, 1, now)) policy.Remove(id, Outcome::kCompleted, now);
+    }
+  }
+
+  Estimates estimates;
+  Policy policy;
+  Micros now = 1000, wake = kNever;
+  Superkernel last;
+};
+
+using Ids = std::vector<uint64_t>;
+
+void EarliestDeadlineWhenSlackIsGone() {
+  Clock c;
+  CHECK(c.Held(1, "a", WorkOf({1}), c.now + 2000));
+  CHECK(c.Held(2, "b", WorkOf({2}), c.now + 1000));
+  CHECK(c.Held(3, "c", WorkOf({3}), c.now + 1500));
+  c.now += 1900;  // no slack is left to any
+  CHECK(c.Next() == Ids{2});
+  c.Run(100);
+  CHECK(c.Next() == Ids{3});
+  c.Run(100);
+  CHECK(c.Next() == Ids{1});
+}
+
+void EqualWorkSharesASuperkernel() {
+  Clock c({0, 3, 100, 2});
+  for (uint64_t id : {1, 2, 3, 4}) CHECK(c.Held(id, "t" + std::to_string(id), WorkOf({7, 8})));
+  CHECK(c.Next().size() == 3);  // max_pack
+  Superkernel first = c.last;
+  CHECK(c.Next() == Ids{4});
+  CHECK(c.Next().empty() && c.wake == kNever);
+  c.Run(50);
+  CHECK(c.Next() == Ids{4} && c.last.steps == 1);
+  c.last = first;
+  c.Run(50);
+  CHECK(c.Next().size() == 3);
+}
+
+void WaitsForCompanyThatIsBehindWithinTheLimit() {
+  Clock c({200, 64, 100, 2});
+  CHECK(c.Held(1, "a", WorkOf({1, 2, 3})));
+  CHECK(c.Next() == Ids{1});
+  CHECK(c.Held(2, "b", WorkOf({1, 2, 3})));  // arrives a little later
+  c.Run(100);
+  CHECK(c.Next() == Ids{2});  // 1 waits at its next unit for 2
+  c.Run(100);
+  Ids both = c.Next();
+  CHECK(both.size() == 2);
+}
+
+void StopsWaitingAtItsLimitAndWhenSlackIsGone() {
+  Clock c({200, 64, 100, 2});
+  CHECK(c.Held(1, "a", WorkOf({1, 2})));
+  CHECK(c.Next() == Ids{1});
+  CHECK(c.Held(2, "b", WorkOf({1, 2})));
+  c.Run(10);
+  CHECK(c.Next() == Ids{2});  // under way on a slow lane while 1 waits
+  CHECK(c.Next().empty() && c.wake == c.now + 200);
+  c.now = c.wake;
+  CHECK(c.Next() == Ids{1});
+
+  Clock d({200, 64, 100, 2});
+  CHECK(d.Held(1, "a", WorkOf({1, 2}), d.now + 330));  // 150 us of margin over the last unit: 70 us may be waited
+  CHECK(d.Next() == Ids{1});
+  CHECK(d.Held(2, "b", WorkOf({1, 2})));
+  d.Run(110);
+  CHECK(d.Next() == Ids{2});
+  CHECK(d.Next().empty() && d.wake == d.now + 70);
+}
+
+void NoCompanyNoWait() {
+  Clock c({500, 64, 100, 2});
+  CHECK(c.Held(1, "a", WorkOf({1, 2})));
+  CHECK(c.Next() == Ids{1});
+  c.Run(10);
+  CHECK(c.Next() == Ids{1});
+}
+
+void LatencyBeforeBestEffort() {
+  Clock c;
+  TenantOptions filler;
+  filler.best_effort = true;
+  c.policy.SetTenant("filler", filler);
+  CHECK(c.Held(1, "filler", WorkOf({1, 1, 1})));
+  CHECK(c.Held(2, "critical", WorkOf({2, 2})));
+  CHECK(c.Next() == Ids{2});
+  CHECK(c.Next() == Ids{1});  // nobody critical waits now: it fills
+  CHECK(c.Held(3, "filler", WorkOf({4})));
+  CHECK(c.Next().empty());                         // one filler at a time while a critical request is held
+  CHECK(c.Next(LaneKind::kBestEffort) == Ids{3});  // but on a lane of its own
+  CHECK(c.Next(LaneKind::kLatency).empty());
+}
+
+void BestEffortJoinsOnlyWithinSlack() {
+  TenantOptions filler;
+  filler.best_effort = true;
+  for (bool slack : {true, false}) {
+    Clock c;
+    c.policy.SetTenant("filler", filler);
+    CHECK(c.Held(1, "critical", WorkOf({1}), c.now + (slack ? 5000 : 160)));
+    CHECK(c.Held(2, "filler", WorkOf({1})));
+    CHECK(c.Next().size() == (slack ? 2 : 1) && c.last.members[0] == 1);
+  }
+}
+
+// A tenant with three times the weight gets three times the device time.
+void SharesFollowWeights() {
+  Clock c({0, 1, 1000, 10});
+  TenantOptions heavy;
+  heavy.weight = 3;
+  c.policy.SetTenant("heavy", heavy);
+  std::map<std::string, int> runs;
+  uint64_t id = 1;
+  std::map<uint64_t, std::string> names;
+  auto add = [&](const std::string& name, uint64_t cluster) {
+    names[id] = name;
+    CHECK(c.Held(id++, name, WorkOf({cluster})));
+  };
+  for (int i = 0; i < 5; ++i) add("heavy", 1), add("light", 2);
+  for (int i = 0; i < 400; ++i) {
+    CHECK(c.Next().size() == 1);
+    std::string name = names[c.last.members[0]];
+    ++runs[name];
+    c.Run(100);
+    add(name, name == "heavy" ? 1 : 2);
+  }
+  CHECK(runs["heavy"] > 280 && runs["heavy"] < 320);
+}
+
+void AdmissionLooksAtTheQueue() {
+  Clock c;
+  CHECK(c.Admit(1, "a", WorkOf({1}), c.now + 99).kind == Policy::Verdict::kRejected);
+  CHECK(c.Held(2, "a", WorkOf({1}), c.now + 101));
+  Policy::Verdict v = c.Admit(3, "b", WorkOf({2}), c.now + 150);
+  CHECK(v.kind == Policy::Verdict::kRejected && v.why.find("'b' cannot meet its deadline") != std::string::npos);
+  CHECK(c.Held(4, "b", WorkOf({2}), c.now + 250));
+  CHECK(c.Held(5, "c", WorkOf({3}), c.now + 100));  // goes before the others: they have later deadlines
+  CHECK(c.policy.tenants().at("b").stats.outcomes[static_cast<size_t>(Outcome::kRejected)] == 1);
+  TenantOptions slo;
+  slo.slo = 50;
+  c.policy.SetTenant("d", slo);
+  CHECK(c.Admit(6, "d", WorkOf({1})).kind == Policy::Verdict::kRejected);
+}
+
+void QuotasQueueThenReject() {
+  Clock c;
+  TenantOptions small;
+  small.max_in_flight = 1;
+  small.max_queue = 2;
+  c.policy.SetTenant("small", small);
+  CHECK(c.Held(1, "small", WorkOf({1})) && c.Held(2, "small", WorkOf({1})) && c.Held(3, "small", WorkOf({1})));
+  Policy::Verdict v = c.Admit(4, "small", WorkOf({1}));
+  CHECK(v.kind == Policy::Verdict::kRejected && v.why.find("queue, which is full") != std::string::npos);
+  CHECK(c.Held(5, "large", WorkOf({1})));
+  Ids ids = c.Next();
+  CHECK(ids.size() == 2);  // 1 and 5: the others wait in their tenant's queue
+  c.policy.Remove(2, Outcome::kCancelled, c.now);
+  c.Run(10);
+  CHECK(c.Next() == Ids{3});
+  PolicyOptions full;
+  full.max_instances = 1;
+  Clock d(full);
+  CHECK(d.Held(1, "a", WorkOf({1})) && d.Admit(2, "a", WorkOf({1})).kind == Policy::Verdict::kFull);
+}
+
+// Work that takes longer than it used to throttles its tenant, until the estimates have caught up.
+void DriftThrottles() {
+  Clock c({0, 64, 1000, 1.5});
+  uint64_t id = 1;
+  auto serve = [&](const std::string& name, uint64_t cluster, double us) {
+    CHECK(c.Held(id++, name, WorkOf({cluster})));
+    CHECK(c.Next().size() == 1);
+    c.Run(us);
+  };
+  for (int i = 0; i < 40; ++i) serve("steady", 1, 50), serve("drifts", 2, 50);
+  auto throttled = [&](const std::string& name) { return c.policy.tenants().at(name).throttled; };
+  CHECK(!throttled("steady") && !throttled("drifts"));
+  double us = 50;
+  for (int i = 0; i < 12 && !throttled("drifts"); ++i) serve("steady", 1, 50), serve("drifts", 2, us *= 1.6);
+  CHECK(throttled("drifts") && !throttled("steady"));
+  CHECK(c.Held(id++, "drifts", WorkOf({1})) && c.Held(id++, "steady", WorkOf({1})));
+  CHECK(c.Next().size() == 1);  // it does not share a superkernel with others
+  c.Run(50);
+  CHECK(c.Next().size() == 1);
+  c.Run(50);
+  for (int i = 0; i < 100; ++i) serve("steady", 1, 50), serve("drifts", 2, us);
+  CHECK(!throttled("drifts"));
+}
+
+void EstimatesFollowAndAreKept() {
+  Estimates e;
+  CHECK(e.Of(5, 3, 10) == 30 && !e.Known(5));
+  e.Measured(5, 1, 40);
+  e.Measured(5, 8, 80);
+  CHECK(e.Of(5, 1, 10) == 40 && e.Of(5, 4, 10) == 160 && e.Of(5, 9, 10) == 90);
+  for (int i = 0; i < 60; ++i) e.Measured(5, 1, 20);
+  CHECK(e.Of(5, 1, 10) > 19.9 && e.Of(5, 1, 10) < 20.1);
+  Estimates copy;
+  CHECK(copy.Load(e.Save()).empty());
+  CHECK(std::abs(copy.Of(5, 9, 10) - 90) < 1e-3 && copy.size() == 1);
+  for (const char* bad : {"[", "{\"x\": 1}", "{\"5:0\": -1}", "{\"5:99\": 1}", "{\"5:0\": 1", "{\"5:0\" 1}"}) {
+    CHECK(!copy.Load(bad).empty());
+  }
+}
+
+// --- threads ------------------------------------------------------------------------------------------------
+
+// A request whose units must run one after the other, each once.
+class Counting : public Request {
+ public:
+  enum class Fate { kRuns, kFails, kIsCancelled };
+
+  void Done(Outcome outcome, const std::string& why) override {
+    CHECK(done.fetch_add(1) == 0 && on_device == 0);
+    ended = outcome;
+    said = why;
+    finished = true;
+  }
+
+  Fate fate = Fate::kRuns;
+  size_t fails_at = 0;
+  std::atomic<size_t> next{0};
+  std::atomic<int> on_device{0}, done{0};
+  std::atomic<bool> finished{false};
+  Outcome ended = Outcome::kRejected;
+  std::string said;
+};
+
+// Runs units, at once or, when it `enqueues`, while somebody waits for the ticket.
+class CountingDevice : public Device {
+ public:
+  CountingDevice(int lanes, bool enqueues, uint64_t seed) : lanes_(lanes), enqueues_(enqueues), seed_(seed) {}
+  const std::string& name() const override { return name_; }
+  bool enqueues() const override { return enqueues_; }
+  std::vector<LaneKind> lanes() const override { return std::vector<LaneKind>(lanes_, LaneKind::kAny); }
+
+  std::unique_ptr<Ticket> Issue(size_t lane, std::vector<Member>* members) override {
+    std::minstd_rand rng(static_cast<uint32_t>(seed_ + lane + members->size()));
+    uint64_t cluster = members->front().request->work->units[members->front().unit].cluster;
+    std::vector<Counting*> on;
+    for (Member& m : *members) {
+      auto* r = static_cast<Counting*>(m.request);
+      CHECK(r->done == 0 && r->next++ == m.unit && r->work->units[m.unit].cluster == cluster);
+      m.failed = r->fate == Counting::Fate::kFails && m.unit == r->fails_at;
+      if (m.failed) m.error = "unit " + std::to_string(m.unit) + " fails";
+      ++r->on_device;
+      on.push_back(r);
+    }
+    most_ = std::max(most_.load(), members->size());
+    if (rng() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(rng() % 300));
+    if (enqueues_) return std::make_unique<Later>(std::move(on));
+    for (Counting* r : on) --r->on_device;
+    return nullptr;
+  }
+  size_t most() const { return most_; }
+
+ private:
+  struct Later : Ticket {
+    explicit Later(std::vector<Counting*> requests) : on(std::move(requests)) {}
+    double Wait() override {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      for (Counting* r : on) --r->on_device;
+      return 50;
+    }
+    std::vector<Counting*> on;
+  };
+  const std::string name_ = "counting";
+  const size_t lanes_;
+  const bool enqueues_;
+  const uint64_t seed_;
+  std::atomic<size_t> most_{0};
+};
+
+// Threads submit requests of several kinds, some of which fail or are cancelled: each is answered once, as it must be.
+void NothingIsLostOrDoubled(bool enqueues, int lanes, uint64_t seed) {
+  Coalescer::Options options;
+  options.policy.max_instances = 24;
+  options.policy.max_pack = 8;
+  auto owned = std::make_unique<CountingDevice>(lanes, enqueues, seed);
+  CountingDevice* device = owned.get();
+  Coalescer coalescer(options, std::move(owned), "");
+  TenantOptions limited;
+  limited.max_in_flight = 2;
+  limited.best_effort = true;
+  coalescer.SetTenant("t1", limited);
+  std::vector<std::shared_ptr<const Work>> works = {WorkOf({1, 2, 3, 2, 1}, 20), WorkOf({1, 2}, 20), WorkOf({4}, 20),
+                                                    WorkOf(std::vector<uint64_t>(30, 2), 5)};
+  constexpr int kThreads = 6, kEach = 120;
+  std::vector<std::vector<std::shared_ptr<Counting>>> all(kThreads);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      std::minstd_rand rng(static_cast<uint32_t>(seed * 31 + t + 1));
+      for (int i = 0; i < kEach; ++i) {
+        auto r = std::make_shared<Counting>();
+        r->tenant = "t" + std::to_string(rng() % 3);
+        r->work = works[rng() % works.size()];
+        uint32_t fate = rng() % 6;
+        if (fate == 0) {
+          r->fate = Counting::Fate::kFails;
+          r->fails_at = rng() % r->work->units.size();
+        } else if (fate == 1) {
+          r->fate = Counting::Fate::kIsCancelled;
+        }
+        bool early = rng() % 5 == 0;
+        if (r->fate == Counting::Fate::kIsCancelled && early) coalescer.Cancel(r.get());
+        all[t].push_back(r);
+        CHECK(coalescer.Submit(r));
+        if (r->fate == Counting::Fate::kIsCancelled) {
+          if (rng() % 2) std::this_thread::sleep_for(std::chrono::microseconds(rng() % 500));
+          coalescer.Cancel(r.get());
+        }
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  CHECK(coalescer.Drain(20'000'000));
+  int64_t ends[4] = {};
+  for (auto& list : all) {
+    for (auto& r : list) {
+      CHECK(r->done == 1);
+      ++ends[static_cast<int>(r->ended)];
+      bool fails = r->fate == Counting::Fate::kFails;
+      if (fails) CHECK(r->ended == Outcome::kFailed && r->said == "unit " + std::to_string(r->fails_at) + " fails");
+      if (r->fate == Counting::Fate::kRuns) CHECK(r->ended == Outcome::kCompleted);
+      if (r->ended == Outcome::kCompleted) CHECK(r->next == r->work->units.size());
+    }
+  }
+  int64_t counted[4] = {}, requests = 0;
+  for (const auto& [name, t] : coalescer.tenants()) {
+    requests += t.stats.requests;
+    for (int i = 0; i < 4; ++i) counted[i] += t.stats.outcomes[i];
+    CHECK(t.in_flight == 0 && t.queue.empty());
+  }
+  CHECK(counted[0] == ends[0] && counted[3] == ends[3] && counted[0] + counted[2] + counted[3] == requests);
+  Coalescer::Stats stats = coalescer.stats();
+  CHECK(stats.held == 0 && stats.counts.steps >= stats.counts.superkernels && device->most() > 1);
+  coalescer.Stop();
+  auto late = std::make_shared<Counting>();
+  late->work = works[0];
+  CHECK(!coalescer.Submit(late) && late->done == 0);
+}
+
+// Stop answers what is held and lets blocked submitters go.
+void StopWithRequestsHeld(bool enqueues) {
+  Coalescer::Options options;
+  options.policy.max_instances = 2;
+  auto coalescer = std::make_unique<Coalescer>(options, std::make_unique<CountingDevice>(1, enqueues, 3), "");
+  std::atomic<int> refused{0};
+  std::vector<std::shared_ptr<Counting>> all(40);
+  std::vector<std::thread> threads;
+  for (auto& r : all) {
+    r = std::make_shared<Counting>();
+    r->work = WorkOf({1, 2, 3}, 50);
+  }
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (size_t i = t; i < all.size(); i += 4) {
+        if (!coalescer->Submit(all[i])) ++refused, all[i]->done = 1;
+      }
+    });
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  coalescer->Stop();
+  for (std::thread& t : threads) t.join();
+  for (auto& r : all) CHECK(r->done == 1);
+  coalescer.reset();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  uint64_t seed = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
+  EarliestDeadlineWhenSlackIsGone();
+  EqualWorkSharesASuperkernel();
+  WaitsForCompanyThatIsBehindWithinTheLimit();
+  StopsWaitingAtItsLimitAndWhenSlackIsGone();
+  NoCompanyNoWait();
+  LatencyBeforeBestEffort();
+  BestEffortJoinsOnlyWithinSlack();
+  SharesFollowWeights();
+  AdmissionLooksAtTheQueue();
+  QuotasQueueThenReject();
+  DriftThrottles();
+  EstimatesFollowAndAreKept();
+  for (bool enqueues : {false, true}) {
+    for (int lanes : {1, 3}) NothingIsLostOrDoubled(enqueues, lanes, seed);
+    StopWithRequestsHeld(enqueues);
+  }
+  printf("%d checks\n", g_checks.load());
+}
