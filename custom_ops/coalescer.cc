@@ -149,6 +149,7 @@ void Coalescer::Start(size_t index, Superkernel superkernel, Lock* lock) {
   Micros end = NowMicros();
   lock->lock();
   Gone gone;
+  for (Member& m : members) policy_.Extend(&superkernel, m.request->id_, m.count);
   for (Member& m : members) {
     if (!ticket) --m.request->under_way_;
     if (m.failed) {
@@ -179,17 +180,22 @@ void Coalescer::Finish(size_t index) {
     if (lane.pending.empty()) return;
     Device::Ticket* ticket = lane.pending.front().ticket.get();
     lock.unlock();
-    double us = ticket->Wait();
+    std::string error;
+    double us = ticket->Wait(&error);
     lock.lock();
     Pending done = std::move(lane.pending.front());
     lane.pending.pop_front();
     lane.ahead_us = lane.pending.empty() ? 0 : lane.ahead_us - done.superkernel.estimate_us;
-    policy_.Finished(done.superkernel, us, NowMicros());
+    policy_.Finished(done.superkernel, error.empty() ? us : done.superkernel.estimate_us, NowMicros());
     Gone gone;
     for (uint64_t id : done.superkernel.members) {
       Request* request = requests_.at(id).get();
       --request->under_way_;
-      if (request->ended_) TakeOut(request, &gone);
+      if (!error.empty()) {
+        End(request, Outcome::kFailed, error, &gone);
+      } else if (request->ended_) {
+        TakeOut(request, &gone);
+      }
     }
     changed_.notify_all();
     Answer(&gone, &lock);

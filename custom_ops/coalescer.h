@@ -57,10 +57,11 @@ struct Member {
 
 class Device {
  public:
-  // A superkernel that was enqueued.  Wait blocks until it has run and returns the microseconds that it took.
+  // A superkernel that was enqueued.  Wait blocks until it has run and returns the microseconds that it took; `error`
+  // says why it did not run right: then its members fail.
   struct Ticket {
     virtual ~Ticket() = default;
-    virtual double Wait() = 0;
+    virtual double Wait(std::string* error) = 0;
   };
 
   virtual ~Device() = default;
@@ -104,6 +105,7 @@ class Coalescer {
   // Takes no more requests, answers all that are held, ends the threads.
   void Stop();
 
+  Device& device() const { return *device_; }
   void SetTenant(const std::string& name, const TenantOptions& options);
   void RemoveTenant(const std::string& name);
   Stats stats();

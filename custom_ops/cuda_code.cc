@@ -138,6 +138,10 @@ std::shared_ptr<CudaCode> CudaCode::Load(const Program& program, cuda::Context c
       return nullptr;
     }
     kernel.max_shared_bytes = AllowSharedMemory(*driver, kernel.function);
+    std::string many = step.kernel + "_many";
+    if (driver->ModuleGetFunction(&kernel.many, module->handle, many.c_str())) kernel.many = nullptr;
+    if (kernel.many)
+      kernel.max_shared_bytes = std::min(kernel.max_shared_bytes, AllowSharedMemory(*driver, kernel.many));
   }
   return out;
 }

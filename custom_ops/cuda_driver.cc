@@ -33,6 +33,7 @@ Loaded Load() {
   find("cuCtxPopCurrent_v2", &d.CtxPopCurrent);
   find("cuCtxGetDevice", &d.CtxGetDevice);
   find("cuCtxSynchronize", &d.CtxSynchronize);
+  find("cuCtxGetStreamPriorityRange", &d.CtxGetStreamPriorityRange);
   find("cuDeviceGetAttribute", &d.DeviceGetAttribute);
   find("cuDeviceGetName", &d.DeviceGetName);
   find("cuDriverGetVersion", &d.DriverGetVersion);
@@ -44,11 +45,15 @@ Loaded Load() {
   find("cuLaunchKernel", &d.LaunchKernel);
   find("cuMemAlloc_v2", &d.MemAlloc);
   find("cuMemFree_v2", &d.MemFree);
+  find("cuMemAllocHost_v2", &d.MemAllocHost);
+  find("cuMemFreeHost", &d.MemFreeHost);
   find("cuMemcpyHtoDAsync_v2", &d.MemcpyHtoDAsync);
   find("cuMemcpyDtoDAsync_v2", &d.MemcpyDtoDAsync);
   find("cuMemsetD8Async", &d.MemsetD8Async);
   find("cuStreamCreate", &d.StreamCreate);
+  find("cuStreamCreateWithPriority", &d.StreamCreateWithPriority);
   find("cuStreamDestroy_v2", &d.StreamDestroy);
+  find("cuStreamWaitEvent", &d.StreamWaitEvent);
   find("cuStreamSynchronize", &d.StreamSynchronize);
   find("cuStreamGetCtx", &d.StreamGetCtx);
   find("cuStreamIsCapturing", &d.StreamIsCapturing);
@@ -58,6 +63,7 @@ Loaded Load() {
   find("cuEventCreate", &d.EventCreate);
   find("cuEventDestroy_v2", &d.EventDestroy);
   find("cuEventRecord", &d.EventRecord);
+  find("cuEventQuery", &d.EventQuery);
   find("cuEventSynchronize", &d.EventSynchronize);
   find("cuEventElapsedTime", &d.EventElapsedTime);
   find("cuGraphCreate", &d.GraphCreate);

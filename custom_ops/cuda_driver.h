@@ -28,6 +28,8 @@ constexpr int kComputeCapabilityMajor = 75;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPA
 constexpr int kComputeCapabilityMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
 constexpr int kMaxSharedBytesPerBlock = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 constexpr int kStreamNonBlocking = 1;        // CU_STREAM_NON_BLOCKING
+constexpr int kNotReady = 600;               // CUDA_ERROR_NOT_READY
+constexpr int kEventBlockingSync = 1;        // CU_EVENT_BLOCKING_SYNC
 constexpr int kCaptureThreadLocal = 1;       // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 constexpr int kCaptureRelaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr int kCaptureStatusNone = 0;        // CU_STREAM_CAPTURE_STATUS_NONE
@@ -53,6 +55,7 @@ struct Driver {
   Result (*CtxPopCurrent)(Context*);
   Result (*CtxGetDevice)(Device*);
   Result (*CtxSynchronize)();
+  Result (*CtxGetStreamPriorityRange)(int*, int*);  // least, greatest
   Result (*DeviceGetAttribute)(int*, int, Device);
   Result (*DeviceGetName)(char*, int, Device);
   Result (*DriverGetVersion)(int*);
@@ -65,11 +68,15 @@ struct Driver {
                          void**);
   Result (*MemAlloc)(void**, size_t);
   Result (*MemFree)(void*);
+  Result (*MemAllocHost)(void**, size_t);  // page-locked
+  Result (*MemFreeHost)(void*);
   Result (*MemcpyHtoDAsync)(void*, const void*, size_t, Stream);
   Result (*MemcpyDtoDAsync)(void*, const void*, size_t, Stream);
   Result (*MemsetD8Async)(void*, unsigned char, size_t, Stream);
   Result (*StreamCreate)(Stream*, unsigned);
+  Result (*StreamCreateWithPriority)(Stream*, unsigned, int);
   Result (*StreamDestroy)(Stream);
+  Result (*StreamWaitEvent)(Stream, Event, unsigned);
   Result (*StreamSynchronize)(Stream);
   Result (*StreamGetCtx)(Stream, Context*);
   Result (*StreamIsCapturing)(Stream, int*);
@@ -79,6 +86,7 @@ struct Driver {
   Result (*EventCreate)(Event*, unsigned);
   Result (*EventDestroy)(Event);
   Result (*EventRecord)(Event, Stream);
+  Result (*EventQuery)(Event);
   Result (*EventSynchronize)(Event);
   Result (*EventElapsedTime)(float*, Event, Event);
   Result (*GraphCreate)(Graph*, unsigned);

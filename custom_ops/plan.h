@@ -31,7 +31,7 @@ struct PlanExtra {
   virtual ~PlanExtra() = default;
 };
 
-// Immutable once made (but for `extra`, which is made once), so any number of threads may run from it.
+// Immutable once made (but for `extra` and `work`, each made once), so any number of threads may run from it.
 struct Plan {
   bool usable = false;
   std::string why_not;  // set when not usable: which guard or size does not hold
@@ -44,6 +44,8 @@ struct Plan {
 
   mutable std::once_flag extra_once;
   mutable std::unique_ptr<PlanExtra> extra;
+  mutable std::once_flag work_once;  // as above, by the first run that is coalesced
+  mutable std::unique_ptr<PlanExtra> work;
 };
 
 // Arena offsets are multiples of this; so are the sizes that a GPU allocates.

@@ -35,7 +35,7 @@ size_t HashOf(const std::vector<void*>& addresses) {
 }  // namespace
 
 CudaPlan::CudaPlan(const Program& program, const Plan& plan, std::shared_ptr<CudaCode> code, bool tf32)
-    : program_(program), plan_(plan), code_(std::move(code)) {
+    : program_(program), plan_(plan), code_(std::move(code)), tf32_(tf32) {
   for (size_t i = 0; i < program.steps.size() && error_.empty(); ++i) {
     if (program.steps[i].kind == Step::Kind::kAlias || !plan.steps[i].blocks) continue;
     error_ = program.steps[i].kind == Step::Kind::kLibrary ? AddLibraryStep(i, tf32) : AddKernel(i);
@@ -119,22 +119,43 @@ std::string CudaPlan::EnqueueLibraryStep(const Launch& launch, void* const* memo
   return launch.library->Run(buffers.data(), workspace, stream);
 }
 
+std::string CudaPlan::EnqueueKernel(const Launch& launch, uint64_t* words, cuda::Stream stream) const {
+  const StepPlan& p = plan_.steps[launch.step];
+  void* parameters[] = {words};
+  cuda::Result result = code_->driver().LaunchKernel(
+      launch.kernel, static_cast<unsigned>(p.blocks), 1, 1, program_.steps[launch.step].threads, 1, 1,
+      static_cast<unsigned>(p.shared_bytes), stream, parameters, nullptr);
+  return result ? cuda::Describe(code_->driver(), result) : "";
+}
+
+void CudaPlan::AppendWords(size_t launch, void* const* memory, std::vector<uint64_t>* out) const {
+  const Launch& l = launches_[launch];
+  const Step& s = program_.steps[l.step];
+  for (uint32_t id : s.buffers) out->push_back(reinterpret_cast<uint64_t>(memory[id]));
+  const uint64_t* rest = words_.data() + l.first_word + s.buffers.size();
+  out->insert(out->end(), rest, rest + s.dims.size() + 1);
+}
+
+std::string CudaPlan::Enqueue(size_t launch, void* const* memory, void* workspace, cuda::Stream stream) const {
+  const Launch& l = launches_[launch];
+  std::string error;
+  if (l.kernel) {
+    std::vector<uint64_t> words;
+    AppendWords(launch, memory, &words);
+    error = EnqueueKernel(l, words.data(), stream);
+  } else {
+    error = EnqueueLibraryStep(l, memory, workspace, stream);
+  }
+  return error.empty() ? error : error + " while launching " + Where(l);
+}
+
 std::string CudaPlan::LaunchAll(void* const* memory, void* workspace, cuda::Stream stream,
                                 const std::function<void(size_t, bool)>* observe) const {
   std::vector<uint64_t> words = Words(memory);
   for (const Launch& l : launches_) {
     if (observe) (*observe)(l.step, true);
-    std::string error;
-    if (l.kernel) {
-      const StepPlan& p = plan_.steps[l.step];
-      void* parameters[] = {words.data() + l.first_word};
-      cuda::Result result =
-          code_->driver().LaunchKernel(l.kernel, static_cast<unsigned>(p.blocks), 1, 1, program_.steps[l.step].threads,
-                                       1, 1, static_cast<unsigned>(p.shared_bytes), stream, parameters, nullptr);
-      if (result) error = cuda::Describe(code_->driver(), result);
-    } else {
-      error = EnqueueLibraryStep(l, memory, workspace, stream);
-    }
+    std::string error = l.kernel ? EnqueueKernel(l, words.data() + l.first_word, stream)
+                                 : EnqueueLibraryStep(l, memory, workspace, stream);
     if (observe) (*observe)(l.step, false);
     if (!error.empty()) return error + " while launching " + Where(l);
   }

@@ -31,6 +31,7 @@ class CudaCode {
   const cuda::Driver& driver() const { return driver_; }
   cuda::Context context() const { return context_; }
   cuda::Function kernel(size_t step) const { return kernels_[step].function; }
+  cuda::Function many(size_t step) const { return kernels_[step].many; }  // null: built without TS_MANY
   int64_t max_shared_bytes(size_t step) const { return kernels_[step].max_shared_bytes; }
 
   // Records what `enqueue(stream)` enqueues as a graph, which the caller destroys.  "" or the error.
@@ -38,7 +39,7 @@ class CudaCode {
 
  private:
   struct Kernel {
-    cuda::Function function = nullptr;
+    cuda::Function function = nullptr, many = nullptr;
     int max_shared_bytes = 0;
   };
 
@@ -73,6 +74,16 @@ class CudaPlan : public PlanExtra {
   std::string Run(void* const* memory, void* workspace, cuda::Stream stream, bool graphs,
                   const std::function<void(size_t step, bool starts)>* observe, std::string* note);
 
+  // Steps that have work, in order, and what superkernels need of them (coalesce_cuda.h).
+  size_t launches() const { return launches_.size(); }
+  size_t step(size_t launch) const { return launches_[launch].step; }
+  const std::shared_ptr<CudaCode>& code() const { return code_; }
+  bool tf32() const { return tf32_; }
+  // The parameter block of a launch that is a kernel.
+  void AppendWords(size_t launch, void* const* memory, std::vector<uint64_t>* out) const;
+  // Enqueues one launch; the context must be current.  "" or what failed.
+  std::string Enqueue(size_t launch, void* const* memory, void* workspace, cuda::Stream stream) const;
+
   // True when a step would get a tensor at an address that it cannot take (wide accesses, the matrix library).
   bool Misaligned(void* const* memory) const;
 
@@ -97,6 +108,7 @@ class CudaPlan : public PlanExtra {
   std::vector<uint64_t> Words(void* const* memory) const;
   cuda::KernelNodeParams NodeParams(const Launch& launch, void** parameters) const;
   std::string EnqueueLibraryStep(const Launch& launch, void* const* memory, void* workspace, cuda::Stream stream) const;
+  std::string EnqueueKernel(const Launch& launch, uint64_t* words, cuda::Stream stream) const;
   std::string LaunchAll(void* const* memory, void* workspace, cuda::Stream stream,
                         const std::function<void(size_t, bool)>* observe) const;
 
@@ -109,6 +121,7 @@ class CudaPlan : public PlanExtra {
   const Program& program_;
   const Plan& plan_;
   const std::shared_ptr<CudaCode> code_;
+  const bool tf32_;
   std::string error_;
   std::vector<Launch> launches_;  // of steps that have work
   std::vector<uint64_t> words_;   // parameter blocks of all kernels; addresses are filled in by each run

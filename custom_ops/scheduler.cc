@@ -218,6 +218,15 @@ bool Policy::Waiting(uint64_t id) const {
   return found != entries_.end() && found->second.state != State::kUnderWay;
 }
 
+void Policy::Extend(Superkernel* superkernel, uint64_t id, size_t count) {
+  const Entry& e = entries_.at(id);
+  for (size_t i = e.next + 1; i < std::min(e.next + count, e.work->units.size()); ++i) {
+    AddPart(e.work->units[i], superkernel);
+    superkernel->lone_us += e.kind->remaining_us[i] - e.kind->remaining_us[i + 1];
+    ++superkernel->steps;
+  }
+}
+
 bool Policy::Advance(uint64_t id, size_t count, Micros now) {
   Entry& e = entries_.at(id);
   --e.kind->at[e.next];
@@ -319,8 +328,7 @@ bool Policy::Next(LaneKind lane, Micros now, Superkernel* out, Micros* wake) {
   return true;
 }
 
-void Policy::AddPart(const Entry& e, Superkernel* out) const {
-  const Unit& u = e.work->units[e.next];
+void Policy::AddPart(const Unit& u, Superkernel* out) const {
   auto found = std::find_if(out->parts.begin(), out->parts.end(),
                             [&](const Superkernel::Part& p) { return p.shape == u.shape; });
   if (found == out->parts.end()) found = out->parts.insert(found, {u.shape, 0, u.cost_us});
@@ -355,7 +363,7 @@ void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
     if (e->best_effort && !chosen.best_effort && Plus(now, out->estimate_us) > least_latest) continue;
     if (!e->best_effort) least_latest = std::min(least_latest, LatestStart(*e));
     out->members.push_back(e->id);
-    AddPart(*e, out);
+    AddPart(e->work->units[e->next], out);
     double us = std::max(Remaining(*e) - e->kind->remaining_us[e->next + 1], 1e-3);
     lone[tenant] += us;
     lone_sum += us;

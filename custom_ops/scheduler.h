@@ -117,6 +117,9 @@ class Policy {
   // none: then *wake is when to ask again, if nothing happens before (kNever: not before something happens).
   bool Next(LaneKind lane, Micros now, Superkernel* out, Micros* wake);
 
+  // The device took `count` units of a member at once: the superkernel's estimate covers them.
+  void Extend(Superkernel* superkernel, uint64_t id, size_t count);
+
   // `count` units of a member were run, or will be before what it issues next.  False when none is left.
   bool Advance(uint64_t id, size_t count, Micros now);
 
@@ -198,7 +201,7 @@ class Policy {
   Micros DueAt(const Entry& e, bool full) const;
   bool Better(const Candidate& a, const Candidate& b) const;
   void Fill(const Candidate& chosen, Micros now, Superkernel* out);
-  void AddPart(const Entry& e, Superkernel* out) const;
+  void AddPart(const Unit& unit, Superkernel* out) const;
   void Charge(Tenant* tenant, double us);
   void Drift(Tenant* tenant, double ratio);
   void PromoteQueued(Tenant* tenant, Micros now);

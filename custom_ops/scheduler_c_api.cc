@@ -15,6 +15,7 @@
 
 #include "coalescing.h"
 #include "flat_json.h"
+#include "scheduler_error.h"
 
 namespace tf_stitch {
 namespace {
@@ -177,12 +178,13 @@ class Registry {
   std::shared_ptr<Coalescer> Of(const void* key, const MakeDevice& make) {
     std::lock_guard<std::mutex> lock(mu_);
     if (!on_) return nullptr;
-    std::shared_ptr<Coalescer>& coalescer = coalescers_[key];
-    if (!coalescer) {
-      coalescer = std::make_shared<Coalescer>(options_.coalescer, make(options_), estimates_);
-      for (const auto& [name, options] : tenants_) coalescer->SetTenant(name, options);
-    }
-    return coalescer;
+    auto found = coalescers_.find(key);
+    if (found != coalescers_.end()) return found->second;
+    std::unique_ptr<Device> device = make(options_);
+    if (!device) return nullptr;
+    auto coalescer = std::make_shared<Coalescer>(options_.coalescer, std::move(device), estimates_);
+    for (const auto& [name, options] : tenants_) coalescer->SetTenant(name, options);
+    return coalescers_[key] = coalescer;
   }
 
   std::string SetTenant(const char* name, const char* json) {
@@ -282,12 +284,12 @@ class Registry {
 
 thread_local std::string g_error;
 
-int Result(std::string error) {
+}  // namespace
+
+int SchedulerResult(std::string error) {
   g_error = std::move(error);
   return g_error.empty() ? 0 : 1;
 }
-
-}  // namespace
 
 std::shared_ptr<Coalescer> CoalescerOf(const void* key, const MakeDevice& make) {
   Registry& registry = Registry::Get();
@@ -299,19 +301,19 @@ std::shared_ptr<Coalescer> CoalescerOf(const void* key, const MakeDevice& make) 
 extern "C" {
 
 using tf_stitch::Registry;
-using tf_stitch::Result;
+using tf_stitch::SchedulerResult;
 
-int tfs_scheduler_enable(const char* options_json) { return Result(Registry::Get().Enable(options_json)); }
+int tfs_scheduler_enable(const char* options_json) { return SchedulerResult(Registry::Get().Enable(options_json)); }
 
-void tfs_scheduler_disable(void) { Result(Registry::Get().Disable()); }
+void tfs_scheduler_disable(void) { SchedulerResult(Registry::Get().Disable()); }
 
 int tfs_scheduler_enabled(void) { return Registry::Get().on(); }
 
 int tfs_scheduler_set_tenant(const char* name, const char* options_json) {
-  return Result(Registry::Get().SetTenant(name, options_json));
+  return SchedulerResult(Registry::Get().SetTenant(name, options_json));
 }
 
-int tfs_scheduler_remove_tenant(const char* name) { return Result(Registry::Get().RemoveTenant(name)); }
+int tfs_scheduler_remove_tenant(const char* name) { return SchedulerResult(Registry::Get().RemoveTenant(name)); }
 
 int64_t tfs_scheduler_stats_json(char* buffer, int64_t size) {
   std::string text = Registry::Get().Stats();
@@ -325,7 +327,7 @@ int64_t tfs_scheduler_stats_json(char* buffer, int64_t size) {
 
 int tfs_scheduler_drain(int64_t timeout_ms) {
   bool drained = Registry::Get().Drain(timeout_ms < 0 ? tf_stitch::kNever : timeout_ms * 1000);
-  return Result(drained ? "" : "Requests are still held after " + std::to_string(timeout_ms) + " ms.");
+  return SchedulerResult(drained ? "" : "Requests are still held after " + std::to_string(timeout_ms) + " ms.");
 }
 
 const char* tfs_scheduler_last_error(void) { return tf_stitch::g_error.c_str(); }

@@ -66,6 +66,26 @@ int64_t tfs_scheduler_stats_json(char* buffer, int64_t size);
 // Waits until no request is held; 0 then, 1 when `timeout_ms` (negative: no limit) passed before.
 int tfs_scheduler_drain(int64_t timeout_ms);
 
+// A matrix product out = lhs @ rhs on the GPU, row-major and dense: lhs m x k, rhs k x n, float32.  Addresses are
+// multiples of 16 bytes.
+typedef struct {
+  const void *lhs, *rhs;
+  void* out;
+  int64_t m, n, k;
+} tfs_product;
+
+// How tfs_run_products runs products that come from as many streams of requests.
+enum tfs_products_how {
+  TFS_SUPERKERNEL = 0,  // as the scheduler packs them
+  TFS_TIMESLICE = 1,    // one after the other, the device waited for in between
+  TFS_STREAMS = 2       // each on a stream of its own
+};
+
+// Runs `count` products `rounds` times in the calling thread's CUDA context and sets `us` to the microseconds of a
+// round, the host's work included: rounds follow each other without waiting (but for TFS_TIMESLICE), as under load. For
+// benchmarks.
+int tfs_run_products(const tfs_product* products, int64_t count, int tf32, int how, int rounds, double* us);
+
 // Why the last call of this thread failed; "" when it did not.
 const char* tfs_scheduler_last_error(void);
 

@@ -114,8 +114,8 @@ class StitchedProgramOp : public AsyncOpKernel {
     auto make = [](const CoalescingOptions& options) { return MakeHostDevice(options.workers); };
     std::shared_ptr<Coalescer> coalescer = CoalescerOf(nullptr, make);
     if (!coalescer) return false;
-    std::call_once(plan->extra_once, [&] { plan->extra = std::make_unique<HostWork>(node_.program(), *code_, *plan); });
-    auto* work = static_cast<const HostWork*>(plan->extra.get());
+    std::call_once(plan->work_once, [&] { plan->work = std::make_unique<HostWork>(node_.program(), *code_, *plan); });
+    auto* work = static_cast<const HostWork*>(plan->work.get());
     if (work->steps.empty()) return false;
     auto held = std::make_shared<Held>(this, ctx);
     if (!node_.Allocate(ctx, *plan, plan->arena_bytes, held->place())) return false;

@@ -13,7 +13,10 @@
 #include <vector>
 
 #include "autotune.h"
+#include "coalesce_cuda.h"
+#include "coalescing.h"
 #include "cublas_lt.h"
+#include "held_call.h"
 #include "runtime_cuda.h"
 #include "stitched_node.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -49,14 +52,43 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
   }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    if (node_.ready() && RunStitched(ctx)) {
+    Ended ended = node_.ready() ? RunStitched(ctx, &done) : Ended::kNot;
+    if (ended == Ended::kNow) {
       done();
-    } else {
+    } else if (ended == Ended::kNot) {
       node_.fallback().Run(ctx, std::move(done));
     }
   }
 
  private:
+  // How a run ended: with outputs or an error, not at all (the fallback has to run), or the scheduler has it.
+  enum class Ended { kNow, kNot, kLater };
+
+  // A run's tensors.
+  struct Place {
+    StitchedNode::Memory memory;
+    std::vector<Tensor> copies;  // of inputs that lie in host memory
+  };
+
+  // A run that the scheduler holds.
+  class Held : public CudaRequest {
+   public:
+    Held(StitchedProgramGpuOp* op, OpKernelContext* ctx) : op_(op), call_(ctx) {}
+    Place* place() { return &place_; }
+    HeldCall* call() { return &call_; }
+
+    void Done(Outcome outcome, const std::string& why) override {
+      if (outcome == Outcome::kCompleted) op_->node_.SetOutputs(call_.ctx(), &place_.memory);
+      place_ = {};  // while the allocator is sure to live
+      call_.End(outcome, why);
+    }
+
+   private:
+    StitchedProgramGpuOp* const op_;
+    Place place_;
+    HeldCall call_;
+  };
+
   std::string Load(OpKernelConstruction* ctx) {
     std::string error = CheckMemory();
     if (!error.empty()) return error;
@@ -115,11 +147,10 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     return false;
   }
 
-  // Runs the program and sets the outputs or an error; false, with nothing set, when the fallback has to run.
-  bool RunStitched(OpKernelContext* ctx) {
+  Ended RunStitched(OpKernelContext* ctx, DoneCallback* done) {
     bool tf32 = has_float_products_ && tensorflow::tensor_float_32_execution_enabled();
     std::shared_ptr<const Plan> plan = node_.PlanFor(ctx, &plans_[tf32]);
-    if (!plan) return false;
+    if (!plan) return Ended::kNot;
     tsl::profiler::TraceMe trace([this] { return "tf_stitch:" + node_.program().name; });
     std::call_once(plan->extra_once, [&] {
       cuda::ScopedContext scope(code_->driver(), code_->context());
@@ -131,15 +162,19 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     if (!ready->error().empty()) return Refuse(ready->error());
 
     cuda::Stream stream = StreamOf(ctx->op_device_context()->stream());
-    StitchedNode::Memory memory;
-    std::vector<Tensor> copies;
+    std::shared_ptr<Coalescer> coalescer = IsCaptured(stream) ? nullptr : CoalescerHere();
+    std::shared_ptr<Held> held = coalescer ? std::make_shared<Held>(this, ctx) : nullptr;
+    Place own;
+    Place& place = held ? *held->place() : own;
     std::string error;
-    if (!CopyInputs(ctx, stream, &memory, &copies, &error)) return Finish(ctx, error);
-    if (!node_.Allocate(ctx, *plan, plan->arena_bytes + ready->workspace_bytes(), &memory)) return false;
+    if (!CopyInputs(ctx, stream, &place, &error)) return Finish(ctx, error);
+    StitchedNode::Memory& memory = place.memory;
+    if (!node_.Allocate(ctx, *plan, plan->arena_bytes + ready->workspace_bytes(), &memory)) return Ended::kNot;
     if (ready->Misaligned(memory.addresses.data())) {
       return Refuse("a tensor does not begin at a multiple of 16 bytes");
     }
     void* workspace = ready->workspace_bytes() ? static_cast<char*>(memory.arena.data()) + plan->arena_bytes : nullptr;
+    if (held && Coalesce(coalescer, held, plan, workspace, stream, done)) return Ended::kLater;
     std::string note;
     error = Launch(ready, memory.addresses.data(), workspace, stream, &note);
     if (!note.empty()) {
@@ -147,6 +182,35 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     }
     if (error.empty()) node_.SetOutputs(ctx, &memory);
     return Finish(ctx, error);
+  }
+
+  // The scheduler of this device; null while coalescing is off.
+  std::shared_ptr<Coalescer> CoalescerHere() const {
+    return CoalescerOf(code_->context(), [this](const CoalescingOptions& options) -> std::unique_ptr<Device> {
+      std::string error;
+      auto device = CudaDevice::Make(code_->driver(), code_->context(), options.lanes, &error);
+      if (!device) WarnOnce("tf_stitch: requests are not coalesced on this GPU: " + error + ".");
+      return device;
+    });
+  }
+
+  // Hands a run to the scheduler; false, with `done` left alone, when it is to run here.
+  bool Coalesce(const std::shared_ptr<Coalescer>& coalescer, const std::shared_ptr<Held>& held,
+                const std::shared_ptr<const Plan>& plan, void* workspace, cuda::Stream stream, DoneCallback* done) {
+    auto* ready = static_cast<CudaPlan*>(plan->extra.get());
+    std::call_once(plan->work_once, [&] { plan->work = std::make_unique<CudaWork>(node_.program(), *plan, *ready); });
+    const auto* work = static_cast<const CudaWork*>(plan->work.get());
+    if (work->work->units.empty()) return false;
+    held->program = &node_.program();
+    held->plan = plan;
+    held->ready = ready;
+    held->cuda_work = work;
+    held->work = work->work;
+    held->memory = held->place()->memory.addresses.data();
+    held->workspace = workspace;
+    held->graphs = GraphsEnabled();
+    held->inputs = static_cast<CudaDevice&>(coalescer->device()).Record(stream);
+    return held->inputs && held->call()->Submit(node_.program().name, coalescer, held, done);
   }
 
   std::string Launch(CudaPlan* ready, void* const* addresses, void* workspace, cuda::Stream stream,
@@ -166,44 +230,44 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
   }
 
   // The fallback runs; why is said once.
-  bool Refuse(const std::string& why) const {
+  Ended Refuse(const std::string& why) const {
     WarnOnce("tf_stitch: a run of node '" + name() + "' cannot use its program: " + why +
              "; its TensorFlow operations run instead.");
-    return false;
+    return Ended::kNot;
   }
 
   // Sets the error, if there is one.
-  bool Finish(OpKernelContext* ctx, const std::string& error) const {
+  Ended Finish(OpKernelContext* ctx, const std::string& error) const {
     if (!error.empty()) ctx->SetStatus(absl::InternalError("StitchedProgram '" + name() + "': " + error + "."));
-    return true;
+    return Ended::kNow;
   }
 
-  // Fills memory->inputs, with copies of those that lie in host memory and are used on the device, and of those that
-  // do not begin where wide accesses can (a slice of a larger tensor may not).
-  bool CopyInputs(OpKernelContext* ctx, cuda::Stream stream, StitchedNode::Memory* memory, std::vector<Tensor>* copies,
-                  std::string* error) const {
+  // Fills the place's inputs, with copies of those that lie in host memory and are used on the device, and of those
+  // that do not begin where wide accesses can (a slice of a larger tensor may not).
+  bool CopyInputs(OpKernelContext* ctx, cuda::Stream stream, Place* place, std::string* error) const {
+    std::vector<Tensor>& copies = place->copies;
     std::vector<uint32_t> wanted = copied_;
     for (int i = 0; i < ctx->num_inputs(); ++i) {
       const Tensor& input = ctx->input(i);
-      memory->inputs.push_back(&input);
+      place->memory.inputs.push_back(&input);
       if (input_memory_types()[i] == tensorflow::DEVICE_MEMORY && IsMisaligned(input)) {
         wanted.push_back(static_cast<uint32_t>(i));
       }
     }
     if (wanted.empty()) return true;
     cuda::ScopedContext scope(code_->driver(), code_->context());
-    copies->reserve(wanted.size());
+    copies.reserve(wanted.size());
     for (uint32_t i : wanted) {
       const Tensor& from = ctx->input(static_cast<int>(i));
-      copies->emplace_back();
-      absl::Status status = ctx->allocate_temp(from.dtype(), from.shape(), &copies->back());
+      copies.emplace_back();
+      absl::Status status = ctx->allocate_temp(from.dtype(), from.shape(), &copies.back());
       if (!status.ok()) return *error = std::string(status.message()), false;
-      cuda::Result result = Copy(from, input_memory_types()[static_cast<int>(i)], copies->back().data(), stream);
+      cuda::Result result = Copy(from, input_memory_types()[static_cast<int>(i)], copies.back().data(), stream);
       if (result) {
         *error = cuda::Describe(code_->driver(), result) + " while copying input " + std::to_string(i);
         return false;
       }
-      memory->inputs[i] = &copies->back();
+      place->memory.inputs[i] = &copies.back();
     }
     return true;
   }

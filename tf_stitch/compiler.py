@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from . import codegen
-from .codegen.kernel import INDEX_LIMIT, Kernel
+from .codegen.kernel import INDEX_LIMIT, WITH_MANY, Kernel
 from .fusion.library import MatmulCall, prepare_dots
 from .fusion.planner import plan_scheduled, view_source
 from .fusion.split import split_reductions
@@ -87,7 +87,10 @@ def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel]]:
     """A program without machine code, and its kernels in the order they run."""
     graph = split_reductions(prepare_dots(graph, target), target)
     work = make_kernels(graph, target)
-    return _Assembler(graph).program(work), [k for k in work if isinstance(k, Kernel)]
+    program = _Assembler(graph).program(work)
+    if target.superkernels and program.text:
+        program = replace(program, text=WITH_MANY + program.text)
+    return program, [k for k in work if isinstance(k, Kernel)]
 
 
 def join_texts(kernels: Iterable[Kernel]) -> str:

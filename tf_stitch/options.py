@@ -19,6 +19,9 @@ class Options:
       keep: names of nodes that must still be there after the rewrite (fetched nodes).
       skip_ops: TensorFlow op types that are never stitched.
       shared_bytes: on-chip bytes that one block of a kernel may use (0: the target's own default).
+      superkernels: GPU code is made so that kernels and products of concurrent requests can share launches: each kernel
+        also in a form for many requests (which doubles compile time), products without an epilogue.  For models that
+        are served with coalescing on (StitchSession); a request alone takes a little longer.
     """
 
     target: str = "auto"
@@ -27,6 +30,7 @@ class Options:
     keep: tuple[str, ...] = ()
     skip_ops: tuple[str, ...] = ()
     shared_bytes: int = 0
+    superkernels: bool = False
 
     def __post_init__(self) -> None:
         for name in ("levels", "keep", "skip_ops"):

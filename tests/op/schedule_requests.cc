@@ -319,7 +319,7 @@ class CountingDevice : public Device {
  private:
   struct Later : Ticket {
     explicit Later(std::vector<Counting*> requests) : on(std::move(requests)) {}
-    double Wait() override {
+    double Wait(std::string*) override {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
       for (Counting* r : on) --r->on_device;
       return 50;

@@ -179,6 +179,8 @@ def match(nodes: Iterable[Node], outputs: Sequence[Node], target: Any) -> Matmul
     if tail is None:
         return None
     bias, relu = tail
+    if bias is not None and target.superkernels:  # batches of separate products have no epilogue
+        return None
     (lhs, shared_lhs), (rhs, shared_rhs) = (_shared(dot, k, members) for k in (0, 1))
     args = [_through_views(x, members) for x in (lhs, rhs, bias) if x is not None]
     if any(a in members for a in args):

@@ -19,6 +19,7 @@ class Target:
       min_blocks: blocks that keep the device busy; a schedule with fewer splits further when it can.
       block_work: elements of work that one block should have when there are many blocks.
       cores: cores or multiprocessors that the cost model counts on.
+      superkernels: kernels also in a form that takes many requests' problems, library products without an epilogue.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Target:
     min_blocks: int
     block_work: int
     cores: int
+    superkernels: bool = False
 
     @property
     def is_host(self) -> bool:
@@ -47,5 +49,5 @@ CUDA = Target("cuda", shared_bytes=36 * 1024, vector_bytes=16, threads=256, lane
 
 def of_options(options: Options) -> Target:
     """The target that options name ("auto" is the host here; the ways in resolve it before)."""
-    target = CUDA if options.target.startswith("cuda") else HOST
+    target = replace(CUDA, superkernels=options.superkernels) if options.target.startswith("cuda") else HOST
     return target.with_shared(options.shared_bytes) if options.shared_bytes else target

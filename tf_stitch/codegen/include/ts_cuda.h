@@ -1,6 +1,5 @@
 // What kernel text means on a GPU: a block is a thread block, shared memory is dynamic shared memory.
 //
-// A launch takes a table of problems; a block finds its own by walking the table (a lone launch has one entry).
 // Threads of a block form groups of L (a power of two up to the block's size): rows go to groups, lanes to the
 // threads of a group.
 #ifndef TS_CUDA_H_
@@ -9,7 +8,7 @@
 #include "ts_math.h"
 
 // A problem is what one launch of the kernel works on: addresses, dims, number of blocks.  A lone launch passes it by
-// value; with TS_MANY defined there is also name_many, which takes a table of problems (a superkernel).
+// value.
 #define TS_THREADS 256
 #define TS_KERNEL(name, buffers, dims)                                                                   \
   struct name##_problem {                                                                                \
@@ -24,17 +23,13 @@
   TS_MANY_(name)                                                                                         \
   static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,      \
                                                      int32_t* ts_status)
-#ifdef TS_MANY
-#define TS_MANY_(name)                                                                                \
-  extern "C" __global__ void __launch_bounds__(TS_THREADS) name##_many(const name##_problem* table) { \
-    int64_t block = blockIdx.x;                                                                       \
-    while (block >= table->words[name##_problem::NB + name##_problem::ND])                            \
-      block -= (table++)->words[name##_problem::NB + name##_problem::ND];                             \
-    name##_body(*table, block, nullptr);                                                              \
-  }
-#else
+// A text that begins with WITH_MANY (codegen/kernel.py) has for each kernel also name_many, which takes a table of problems of equal sizes
+// (a superkernel): blockIdx.y is the problem.
 #define TS_MANY_(name)
-#endif
+#define TS_MANY_FORM_(name)                                                                           \
+  extern "C" __global__ void __launch_bounds__(TS_THREADS) name##_many(const name##_problem* table) { \
+    name##_body(table[blockIdx.y], blockIdx.x, nullptr);                                              \
+  }
 #define TS_ENTER(bits)                      \
   typedef ts_index_type<bits>::type ts_idx; \
   extern __shared__ __align__(64) char ts_shared[];

@@ -1,0 +1,308 @@
+#include "coalesce_cuda.h"
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <thread>
+#include <utility>
+
+#include "counters.h"
+
+namespace tf_stitch {
+namespace {
+
+constexpr size_t kLaunchesPerUnit =
+    24;                          // late requests may join between units; each costs a copy and a turn of the lane
+constexpr double kLaunchUs = 3;  // guesses, until times are measured
+constexpr double kBytesPerUs = 2e6;
+constexpr size_t kTableBytes = size_t{64} << 10;
+constexpr size_t kTablesKept = 64;
+constexpr double kSpinUs = 60;  // a wait that is over by then is not worth a sleep
+
+uint64_t Hash(const std::string& bytes) {
+  uint64_t h = 1469598103934665603ull;
+  for (char c : bytes) h = (h ^ static_cast<unsigned char>(c)) * 1099511628211ull;
+  return h ^ (h >> 31);
+}
+
+template <class T>
+void Append(const T& value, std::string* out) {
+  out->append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+// A number for a list of launches, the same for equal lists.  Kept for ever: there are as many as distinct programs and
+// sizes.
+uint64_t Interned(const std::string& launches) {
+  static auto& mu = *new std::mutex;
+  static auto& numbers = *new std::map<std::string, uint64_t>;
+  std::lock_guard<std::mutex> lock(mu);
+  return numbers.emplace(launches, numbers.size() + 1).first->second;
+}
+
+// Products that many requests may share a call for: nothing is added to them, and there is something to sum over.
+bool IsPlainProduct(const Step& s, const StepPlan& p) {
+  return s.kind == Step::Kind::kLibrary && s.call == LibraryCall::kMatmul && !s.matmul.bias && !s.matmul.relu &&
+         p.dims[3] > 0;
+}
+
+// What tells one launch from another, but for addresses; stays the same from process to process.
+std::string TextOf(const Program& program, const Plan& plan, size_t step, bool tf32) {
+  const Step& s = program.steps[step];
+  const StepPlan& p = plan.steps[step];
+  std::string out = s.kind == Step::Kind::kLibrary ? "library" : s.kernel;
+  const MatmulFlags& f = s.matmul;
+  for (bool flag : {f.trans_lhs, f.trans_rhs, f.broadcast_lhs, f.broadcast_rhs, f.bias, f.relu, tf32})
+    Append(flag, &out);
+  Append(s.call, &out);
+  Append(program.buffers[s.buffers[0]].dtype, &out);
+  for (int64_t n : p.dims) Append(n, &out);
+  Append(s.threads, &out);
+  Append(p.blocks, &out);
+  Append(p.shared_bytes, &out);
+  return out;
+}
+
+double CostUs(const Program& program, const Plan& plan, size_t step) {
+  double bytes = 0;
+  for (uint32_t id : program.steps[step].buffers) bytes += static_cast<double>(plan.buffer_bytes[id]);
+  return kLaunchUs + bytes / kBytesPerUs;
+}
+
+// Address of matrix `b` of an operand.
+const char* MatrixOf(const void* base, bool broadcast, int64_t b, int64_t elements, int dtype) {
+  return static_cast<const char*>(base) + (broadcast ? 0 : b * elements * DTypeSize(dtype));
+}
+
+}  // namespace
+
+CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready) {
+  std::vector<std::string> texts;
+  std::string all;
+  size_t packed = 0;
+  for (size_t i = 0; i < ready.launches(); ++i) {
+    size_t step = ready.step(i);
+    cuda::Function many = ready.code()->many(step);
+    bool is_kernel = program.steps[step].kind == Step::Kind::kKernel;
+    packs.push_back(is_kernel ? many != nullptr : IsPlainProduct(program.steps[step], plan.steps[step]));
+    packed += packs.back() != 0;
+    texts.push_back(TextOf(program, plan, step, ready.tf32()));
+    all += texts.back();
+    Append(many, &all);  // of one module: equal names mean equal code there
+    Append(ready.code()->kernel(step), &all);
+  }
+  uint64_t number = Interned(all);
+  worth_packing = 2 * packed >= ready.launches();
+  auto made = std::make_shared<Work>();
+  for (size_t first = 0; first < ready.launches();) {
+    size_t end = worth_packing ? std::min(first + kLaunchesPerUnit, ready.launches()) : ready.launches();
+    std::string shape = "cuda";
+    double cost = 0;
+    for (size_t i = first; i < end; ++i) {
+      shape += texts[i];
+      cost += CostUs(program, plan, ready.step(i));
+    }
+    made->units.push_back({(number << 16) + made->units.size(), Hash(shape), cost});
+    begin.push_back(first);
+    first = end;
+  }
+  begin.push_back(ready.launches());
+  made->SetKind();
+  work = std::move(made);
+}
+
+// --- the device ------------------------------------------------------------------------------------------
+
+CudaDevice::CudaDevice(const cuda::Driver& driver, cuda::Context context)
+    : driver_(driver), context_(context), events_(std::make_shared<cuda::EventPool>(driver, context)) {
+  cuda::Device device = 0;
+  driver.CtxGetDevice(&device);
+  name_ = "GPU:" + std::to_string(device);
+}
+
+std::unique_ptr<CudaDevice> CudaDevice::Make(const cuda::Driver& driver, cuda::Context context, int lanes,
+                                             std::string* error) {
+  cuda::ScopedContext scope(driver, context);
+  std::unique_ptr<CudaDevice> device(new CudaDevice(driver, context));
+  int least = 0, greatest = 0;
+  driver.CtxGetStreamPriorityRange(&least, &greatest);
+  for (int i = 0; i < lanes && error->empty(); ++i) {
+    bool best_effort = lanes > 1 && i + 1 == lanes;
+    device->lanes_.push_back(cuda::LaneStreams::Make(driver, best_effort ? least : greatest, device->events_, error));
+  }
+  return error->empty() ? std::move(device) : nullptr;
+}
+
+CudaDevice::~CudaDevice() {
+  cuda::ScopedContext scope(driver_, context_);
+  lanes_.clear();
+  tables_.clear();
+}
+
+std::vector<LaneKind> CudaDevice::lanes() const {
+  if (lanes_.size() == 1) return {LaneKind::kAny};
+  std::vector<LaneKind> kinds(lanes_.size(), LaneKind::kLatency);
+  kinds.back() = LaneKind::kBestEffort;
+  return kinds;
+}
+
+std::shared_ptr<cuda::EventTag> CudaDevice::Record(cuda::Stream stream) {
+  cuda::ScopedContext scope(driver_, context_);
+  return events_->Record(stream);
+}
+
+// A superkernel between two events.  Holds what the device still uses.
+struct CudaDevice::UnderWay : Device::Ticket {
+  explicit UnderWay(CudaDevice* d) : device(d) {}
+  ~UnderWay() override {
+    if (!table) return;
+    std::lock_guard<std::mutex> lock(device->mu_);
+    if (device->tables_.size() < kTablesKept) device->tables_.push_back(std::move(table));
+  }
+
+  double Wait(std::string* error) override {
+    cuda::ScopedContext scope(device->driver_, device->context_);
+    cuda::Result result = Ended();
+    float ms = 0;
+    if (!result) result = device->driver_.EventElapsedTime(&ms, begin.get(), end.get());
+    if (result) *error = cuda::Describe(device->driver_, result) + " while running a superkernel";
+    return static_cast<double>(ms) * 1000;
+  }
+
+  // Looks again and again for a while, then less often: a driver that blocks wakes up late.
+  cuda::Result Ended() const {
+    if (!end) return device->driver_.CtxSynchronize();
+    Micros start = NowMicros();
+    while (true) {
+      cuda::Result result = device->driver_.EventQuery(end.get());
+      if (result != cuda::kNotReady) return result;
+      if (static_cast<double>(NowMicros() - start) < kSpinUs) {
+        std::this_thread::yield();
+      } else {
+        std::this_thread::sleep_for(std::chrono::microseconds(10));
+      }
+    }
+  }
+
+  CudaDevice* const device;
+  std::shared_ptr<cuda::EventTag> begin, end;
+  std::shared_ptr<cuda::TableMemory> table;
+  std::vector<std::shared_ptr<const Plan>> plans;  // their graphs and modules
+};
+
+std::shared_ptr<cuda::TableMemory> CudaDevice::Table(size_t bytes) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (auto it = tables_.begin(); it != tables_.end(); ++it) {
+      if ((*it)->bytes() < bytes) continue;
+      std::shared_ptr<cuda::TableMemory> found = std::move(*it);
+      tables_.erase(it);
+      return found;
+    }
+  }
+  return std::make_shared<cuda::TableMemory>(driver_, std::max(bytes, kTableBytes));
+}
+
+// Its inputs, or what it enqueued on another lane, come first.
+std::string CudaDevice::WaitFor(cuda::Stream stream, size_t lane, const CudaRequest& request) {
+  cuda::Event event = !request.last_               ? request.inputs.get()
+                      : request.last_lane_ != lane ? request.last_.get()
+                                                   : nullptr;
+  if (!event) return "";
+  cuda::Result result = driver_.StreamWaitEvent(stream, event, 0);
+  return result ? cuda::Describe(driver_, result) + " while waiting for a request's inputs" : "";
+}
+
+std::unique_ptr<Device::Ticket> CudaDevice::Issue(size_t index, std::vector<Member>* members) {
+  cuda::ScopedContext scope(driver_, context_);
+  cuda::LaneStreams& lane = *lanes_[index];
+  auto under_way = std::make_unique<UnderWay>(this);
+  std::string error;
+  for (Member& m : *members) {
+    auto* request = static_cast<CudaRequest*>(m.request);
+    under_way->plans.push_back(request->plan);
+    if (error.empty()) error = WaitFor(lane.main(), index, *request);
+  }
+  under_way->begin = events_->Record(lane.main());
+  if (error.empty() && !under_way->begin) error = "an event cannot be recorded";
+  if (error.empty()) error = Enqueue(&lane, members, under_way.get());
+  under_way->end = events_->Record(lane.main());
+  if (error.empty() && !under_way->end) error = "an event cannot be recorded";
+  for (Member& m : *members) {
+    auto* request = static_cast<CudaRequest*>(m.request);
+    request->last_ = under_way->end;
+    request->last_lane_ = index;
+    if (!error.empty()) m.failed = true, m.error = error;
+  }
+  return under_way;
+}
+
+std::string CudaDevice::Enqueue(cuda::LaneStreams* lane, std::vector<Member>* members, UnderWay* under_way) {
+  std::vector<CudaRequest*> requests;
+  for (Member& m : *members) requests.push_back(static_cast<CudaRequest*>(m.request));
+  CudaRequest& first = *requests[0];
+  size_t unit = members->front().unit;
+  if (unit == 0 && (requests.size() == 1 || !first.cuda_work->worth_packing)) {  // by their plans' own graphs
+    std::vector<cuda::LaneStreams::Work> work;
+    for (Member& m : *members) {
+      m.count = first.work->units.size();
+      work.push_back([&r = static_cast<CudaRequest&>(*m.request)](cuda::Stream stream, void*) {
+        std::string note;
+        return r.ready->Run(r.memory, r.workspace, stream, r.graphs, nullptr, &note);
+      });
+    }
+    return lane->SideBySide(work);
+  }
+  cuda::LaunchList list(driver_, lane);
+  std::string error = Pack(requests, unit, &list);
+  if (!error.empty()) return error;
+  under_way->table = Table(list.table_bytes());
+  return list.Enqueue(under_way->table.get());
+}
+
+std::string CudaDevice::Pack(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaunchList* list) {
+  const CudaWork& work = *requests[0]->cuda_work;
+  std::string error;
+  for (size_t i = work.begin[unit]; i < work.begin[unit + 1] && error.empty(); ++i) {
+    if (work.Packs(i)) {
+      error = PackLaunch(requests, i, list);
+      continue;
+    }
+    std::vector<cuda::LaneStreams::Work> each;
+    for (CudaRequest* r : requests) {
+      each.push_back(
+          [r, i](cuda::Stream stream, void*) { return r->ready->Enqueue(i, r->memory, r->workspace, stream); });
+    }
+    list->Add(std::move(each));
+  }
+  return error;
+}
+
+std::string CudaDevice::PackLaunch(const std::vector<CudaRequest*>& requests, size_t launch, cuda::LaunchList* list) {
+  const CudaRequest& first = *requests[0];
+  size_t step = first.ready->step(launch);
+  const Step& s = first.program->steps[step];
+  const StepPlan& p = first.plan->steps[step];
+  if (s.kind == Step::Kind::kKernel) {
+    std::vector<uint64_t> problems;
+    for (const CudaRequest* r : requests) r->ready->AppendWords(launch, r->memory, &problems);
+    list->AddKernel(first.ready->code()->many(step), p.blocks, s.threads, p.shared_bytes, problems, requests.size(),
+                    "kernel '" + s.kernel + "' of '" + s.origin + "'");
+    return "";
+  }
+  int dtype = first.program->buffers[s.buffers[0]].dtype;
+  int64_t batch = p.dims[0], m = p.dims[1], n = p.dims[2], k = p.dims[3];
+  const MatmulFlags& f = s.matmul;
+  std::vector<cuda::Product> products;
+  for (const CudaRequest* r : requests) {
+    const std::vector<uint32_t>& ids = r->program->steps[r->ready->step(launch)].buffers;
+    for (int64_t b = 0; b < batch; ++b) {
+      const char* out = MatrixOf(r->memory[ids.back()], false, b, m * n, dtype);
+      products.push_back({dtype, m, n, k, f.trans_lhs, f.trans_rhs, first.ready->tf32(),
+                          MatrixOf(r->memory[ids[0]], f.broadcast_lhs, b, m * k, dtype),
+                          MatrixOf(r->memory[ids[1]], f.broadcast_rhs, b, k * n, dtype), const_cast<char*>(out)});
+    }
+  }
+  return list->AddProducts(products, "the matrix products of '" + s.origin + "'");
+}
+
+}  // namespace tf_stitch

@@ -1,0 +1,88 @@
+// Superkernels on a GPU: requests of equal programs and sizes as launches over tables, on the scheduler's own streams.
+#ifndef TF_STITCH_CUSTOM_OPS_COALESCE_CUDA_H_
+#define TF_STITCH_CUSTOM_OPS_COALESCE_CUDA_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "coalescer.h"
+#include "plan.h"
+#include "program.h"
+#include "runtime_cuda.h"
+#include "superkernel_cuda.h"
+
+namespace tf_stitch {
+
+// What requests of one plan share; kept with the plan.
+//
+// A unit is a run of launches.  Plans whose launches are equal (kernels, sizes, library calls), whatever their weights,
+// have equal clusters: their requests are packed launch by launch.  A plan with little that can be packed is one unit,
+// whose requests run side by side.
+struct CudaWork : PlanExtra {
+  CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready);
+
+  bool Packs(size_t launch) const { return packs[launch] != 0; }
+
+  std::shared_ptr<const Work> work;
+  std::vector<size_t> begin;  // by unit: its first launch; then the number of launches
+  std::vector<char> packs;    // by launch: whether many are one
+  bool worth_packing = false;
+};
+
+// A run of a program on a GPU.  What it points to must live until Done.
+class CudaRequest : public Request {
+ public:
+  const Program* program = nullptr;
+  std::shared_ptr<const Plan> plan;
+  CudaPlan* ready = nullptr;
+  const CudaWork* cuda_work = nullptr;
+  void* const* memory = nullptr;  // device address of every buffer of the program
+  void* workspace = nullptr;
+  bool graphs = true;                      // a lone request may be replayed as a CUDA graph
+  std::shared_ptr<cuda::EventTag> inputs;  // its memory may be used once this has happened
+
+ private:
+  friend class CudaDevice;
+  std::shared_ptr<cuda::EventTag> last_;  // its last unit was enqueued before this, on lane last_lane_
+  size_t last_lane_ = 0;
+};
+
+// Runs CudaRequests of one context.
+class CudaDevice : public Device {
+ public:
+  // Null with the reason in `error`.  Of several lanes the last one is for best effort.
+  static std::unique_ptr<CudaDevice> Make(const cuda::Driver& driver, cuda::Context context, int lanes,
+                                          std::string* error);
+  ~CudaDevice() override;
+
+  const std::string& name() const override { return name_; }
+  std::vector<LaneKind> lanes() const override;
+  bool enqueues() const override { return true; }
+  std::unique_ptr<Ticket> Issue(size_t lane, std::vector<Member>* members) override;
+
+  // An event on a stream of the context's; null when the driver fails.
+  std::shared_ptr<cuda::EventTag> Record(cuda::Stream stream);
+
+ private:
+  struct UnderWay;
+
+  CudaDevice(const cuda::Driver& driver, cuda::Context context);
+  std::string WaitFor(cuda::Stream stream, size_t lane, const CudaRequest& request);
+  std::string Enqueue(cuda::LaneStreams* lane, std::vector<Member>* members, UnderWay* under_way);
+  std::string Pack(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaunchList* list);
+  std::string PackLaunch(const std::vector<CudaRequest*>& requests, size_t launch, cuda::LaunchList* list);
+  std::shared_ptr<cuda::TableMemory> Table(size_t bytes);
+
+  const cuda::Driver& driver_;
+  const cuda::Context context_;
+  std::string name_;
+  std::shared_ptr<cuda::EventPool> events_;
+  std::vector<std::unique_ptr<cuda::LaneStreams>> lanes_;
+  std::mutex mu_;
+  std::vector<std::shared_ptr<cuda::TableMemory>> tables_;
+};
+
+}  // namespace tf_stitch
+
+#endif  // TF_STITCH_CUSTOM_OPS_COALESCE_CUDA_H_
