@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from . import codegen
 from .codegen.kernel import INDEX_LIMIT, WITH_MANY, Kernel
+from .fusion.columns import split_columns
 from .fusion.library import MatmulCall, prepare_dots
 from .fusion.planner import plan_scheduled, view_source
 from .fusion.split import split_reductions
@@ -85,7 +86,7 @@ def build_program(graph: Graph, target: Target) -> Program:
 
 def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel]]:
     """A program without machine code, and its kernels in the order they run."""
-    graph = split_reductions(prepare_dots(graph, target), target)
+    graph = split_reductions(prepare_dots(split_columns(graph, target), target), target)
     work = make_kernels(graph, target)
     program = _Assembler(graph).program(work)
     if target.superkernels and program.text:

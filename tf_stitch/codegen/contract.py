@@ -49,20 +49,25 @@ def _product(e: StageEmitter, dtype: str, a: str, b: str) -> str:
     return name
 
 
+def factor(node: Node, k: int, index: Index) -> tuple[Node, Index]:
+    """Operand ``k`` of a product, and its index for an index of the product's domain."""
+    x = node.inputs[k]
+    place: list = [0] * x.rank
+    for number, there, here in rules.ties(node):
+        if number == k:
+            place[there] = index[here]
+    for j, a in enumerate(node.attrs["contract"][k]):
+        place[a] = index[node.rank + j]
+    return x, tuple(place)
+
+
+def pair(e: StageEmitter, dtype: str, a: str, b: str) -> str | Product:
+    """What a sum of products takes."""
+    return Product(a, b) if DTYPES[dtype].is_float else _product(e, dtype, a, b)
+
+
 def _dot(e: StageEmitter, node: Node, index: Index) -> str | Product:
-    out = []
-    contract = node.attrs["contract"]
-    for k, x in enumerate(node.inputs):
-        place: list = [0] * x.rank
-        for number, there, here in rules.ties(node):
-            if number == k:
-                place[there] = index[here]
-        for j, a in enumerate(contract[k]):
-            place[a] = index[node.rank + j]
-        out.append(evaluate(e, x, tuple(place)))
-    if DTYPES[node.dtype].is_float:
-        return Product(*out)
-    return _product(e, node.dtype, *out)
+    return pair(e, node.dtype, *(evaluate(e, *factor(node, k, index)) for k in (0, 1)))
 
 
 def _inside(e: StageEmitter, index: Index, x: Node, starts: list) -> tuple[list[str], Index]:

@@ -28,10 +28,19 @@ class KernelEmitter:
         self.inputs: dict[Node, str] = {}
         self.outputs = {o: f"y{k}" for k, o in enumerate(schedule.outputs)}
         self.dims: dict[str, Symbol] = {}
+        self.starts: dict[Node, Expr] = {}
         self.tables: dict[tuple[str, str], str] = {}
         self.exact = True
         self.count = 0
         self.scopes = Scopes()
+        # threads' sums meet behind the staged values
+        self.staged = 0 if self.target.is_host else max(D.static(p.shared_bytes) for p in schedule.parts)
+        self.scratch_bytes = 0
+
+    def scratch(self, size: int) -> int:
+        """Where scratch of a stage lies in shared memory: bytes from the start."""
+        self.scratch_bytes = max(self.scratch_bytes, size)
+        return self.staged
 
     def symbol_name(self, s: Symbol) -> str:
         """The variable of a symbol: a loop, a block's place, or a run-time dim."""
@@ -47,6 +56,20 @@ class KernelEmitter:
     def factor(self, d: Dim) -> str:
         """C++ text of a dim, safe as a factor."""
         return factor_text(d, self.symbol_name)
+
+    def start(self, node: Node) -> Dim:
+        """Where a slice of an input begins, as a run-time dim on a GPU: steps of an unrolled loop are one kernel then.
+
+        Not so for slices of rows, whose alignment should be known, and of more than one dim.
+        """
+        cut = [d for d, first in enumerate(node.attrs["starts"]) if first != 0]
+        if self.target.is_host or len(cut) != 1 or cut[0] == node.rank - 1 or node.inputs[0] in self.schedule.members:
+            return 0
+        first = node.attrs["starts"][cut[0]]
+        if not isinstance(first, int):
+            return 0
+        name = f"start{list(self.starts).index(node) if node in self.starts else len(self.starts)}"
+        return self.starts.setdefault(node, D.symbol(name, first, first))
 
     def fresh(self, prefix: str) -> str:
         """A new variable name."""
@@ -72,12 +95,16 @@ class KernelEmitter:
         text = self._text()
         name = "ts_" + hashlib.sha256(text.encode()).hexdigest()[:16]
         args = (*self.inputs, *self.outputs)
-        shared = D.dmax(*(p.shared_bytes for p in self.schedule.parts))
+        shared = D.dmax(*(p.shared_bytes for p in self.schedule.parts)) + self.scratch_bytes
         cost = D.dmax(*(p.cost for p in self.schedule.parts))
         origin = self.schedule.origin
         return Kernel(name, text.replace(_PLACEHOLDER, name), tuple(origin.get(a, a) for a in args), (),
-                      tuple(D.symbol(s.name, s.lo, s.hi) for s in self.dims.values()), self.schedule.blocks,
+                      tuple(self._value(s) for s in self.dims.values()), self.schedule.blocks,
                       shared, cost, self.target.threads, self.exact, self._limits())
+
+    def _value(self, s: Symbol) -> Dim:
+        """What is passed for a run-time dim."""
+        return s.lo or 0 if any(s in D.symbols(d) for d in self.starts.values()) else D.symbol(s.name, s.lo, s.hi)
 
     def _text(self) -> str:
         bits = 32 if self._small() else 64

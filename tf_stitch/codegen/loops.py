@@ -20,7 +20,7 @@ from ..schedule.labels import Labels, body_operands, operand_labels
 from ..schedule.rules import VIEWS, Index
 from ..schedule.storage import HEAVY
 from ..schedule.tile import guess
-from . import contract
+from . import contract, tiles
 from .folds import Fold
 from .text import compute_type, literal
 from .values import compute, declare, evaluate
@@ -152,6 +152,10 @@ class Loops:
 
     def emit(self) -> None:
         """Adds the loops of the stage."""
+        products = tiles.plan(self)
+        if products is not None:
+            tiles.Tiles(self, products).emit()
+            return
         kept = [d for d in self.loops if d not in self.stage.folded]
         folded = [d for d in self.loops if d in self.stage.folded]
         {"map": self._map, "fold": self._fold, "scan": self._in_order, "arg": self._in_order}[self.stage.kind](

@@ -36,13 +36,21 @@ def evaluate(e: StageEmitter, node: Node, index: Index) -> str:
         return literal(node.attrs["value"].reshape(-1)[0], node.dtype)
     view = rules.VIEWS.get(node.op)
     if view is not None and not e.in_memory(node):
-        return evaluate(e, node.inputs[0], view(node, index))
+        return evaluate(e, node.inputs[0], _seen(e, node, view(node, index)))
     with e.scopes.at(e.scopes.depth_of(index)):
         text = e.load(node, index) if e.in_memory(node) else compute(e, node, index)
         if not text.isidentifier():
             return declare(e, node, index, text)
         e.scopes.top.values[(node, index)] = text
         return text
+
+
+def _seen(e: StageEmitter, node: Node, index: Index) -> Index:
+    """The index of a view's operand, where a slice begins given at run time if the kernel is to be for all of them."""
+    start = e.kernel.start(node) if node.op == "slice" else 0
+    if start == 0:
+        return index
+    return tuple(i + start - first if first else i for i, first in zip(index, node.attrs["starts"], strict=True))
 
 
 def compute(e: StageEmitter, node: Node, index: Index) -> str:

@@ -8,7 +8,7 @@ on one of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,15 +37,19 @@ class Machine:
     op_time: Mapping[int, float]  # cost class -> ns per element and core
     product_time: float  # ns per multiply-add of a product and core
     blocks_share: bool = True  # what no block differs in is done once per call, not in every block
+    library_launch: float = 0.0  # a call of the matrix library
     library_rate: float = 0.0  # multiply-adds per ns of the matrix library
+    library_bandwidth: float = 0.0  # bytes per ns that it reads and writes
 
 
 MACHINES = {
     "host": Machine(launch=3000, core_bandwidth=10, total_bandwidth=80, cache_bandwidth=30,
                     cache_bytes=1 << 20, op_time={0: 0.02, CHEAP: 0.08, EXPENSIVE: 0.8}, product_time=0.08),
-    "cuda": Machine(launch=2500, core_bandwidth=35, total_bandwidth=4000, cache_bandwidth=60,
+    # An H200: kernels as nodes of a CUDA graph, products without tensor cores.
+    "cuda": Machine(launch=2000, core_bandwidth=35, total_bandwidth=4000, cache_bandwidth=60,
                     cache_bytes=20 << 20, op_time={0: 0.005, CHEAP: 0.01, EXPENSIVE: 0.08},
-                    product_time=0.04, blocks_share=False, library_rate=8000),
+                    product_time=0.012, blocks_share=False, library_launch=3500, library_rate=15000,
+                    library_bandwidth=2000),
 }
 
 
@@ -126,6 +130,8 @@ def _part_loads(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, i
     stop = part.kept | set(scheduled.inputs)
     work: dict[int, float] = {blocks: 0.0}  # by how many blocks share it
     serial = 0.0
+    apart = getattr(part, "product_ns", 0.0)  # what a block's products take, when the schedule knows
+    work[blocks] += blocks * apart
     for stage in part.stages:
         sizes = [value_of(d, env) for d in stage.shape]
         box = [min(size, value_of(extent, env)) for size, (_, extent) in zip(sizes, stage.box, strict=True)]
@@ -133,7 +139,7 @@ def _part_loads(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, i
         sharing = max(1, blocks // math.prod(counts[k] for k in stage.once))
         per_call = stage.hoisted and machine.blocks_share
         done = math.prod(box) * (1 if per_call else blocks if stage.hoisted else sharing)
-        ns = max(1.0, done / once) * _once_ns(stage, once, stop, machine, env) if once else 0.0
+        ns = max(1.0, done / once) * _once_ns(stage, once, stop, machine, env, apart > 0) if once else 0.0
         if per_call:
             serial += ns  # every call does it, whatever its share of the blocks
         else:
@@ -141,10 +147,13 @@ def _part_loads(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, i
     return [Load(b, ns, serial if b == blocks else 0.0) for b, ns in work.items()]
 
 
-def _once_ns(stage: Any, elements: int, stop: set[Node], machine: Machine, env: Mapping[str, int]) -> float:
+def _once_ns(stage: Any, elements: int, stop: set[Node], machine: Machine, env: Mapping[str, int],
+             without_products: bool) -> float:
     """Time of a stage over its whole domain, on one core."""
     total = 0.0
     for item in stage.items:
+        if without_products and item.node.op == "dot":
+            continue
         for n in _inlined(item, stop):
             total += element_ns(n, machine) * (elements if n is item.node else min(elements, value_of(n.size, env)))
     return total
@@ -177,6 +186,12 @@ def _spread(parts: list[Load], cores: int) -> tuple[float, float]:
     longest = max(p.ns / max(1, min(cores, p.blocks)) for p in parts)
     spent = serial + max(longest, work / cores)
     return max(1.0, min(cores, (serial + work) / spent)) if spent else cores, spent
+
+
+def _library_ns(dims: Sequence[int], m: Machine) -> float:
+    batch, rows, columns, inner = dims
+    elements = batch * (rows * inner + inner * columns + rows * columns)
+    return m.library_launch + max(math.prod(dims) / m.library_rate, 4 * elements / m.library_bandwidth)
 
 
 class CostModel:
@@ -227,10 +242,9 @@ class CostModel:
             return size / (m.cache_bandwidth * busy)
         return size / min(m.core_bandwidth * busy, m.total_bandwidth)
 
-    def library_ns(self, work: Dim) -> float:
-        """Time of a library's product of ``work`` multiply-adds, in the units of Estimate."""
-        each = [value_of(work, env) / self.machine.library_rate for env in self.envs]
-        return self.launches_ns + len(self.cores) * sum(each)
+    def library_ns(self, dims: Sequence[Dim]) -> float:
+        """Time of a library's product of sizes (batch, m, n, k), in the units of Estimate."""
+        return len(self.cores) * sum(_library_ns([value_of(d, env) for d in dims], self.machine) for env in self.envs)
 
     def copy_ns(self, nodes: Iterable[Node]) -> float:
         """Time to compute ``nodes`` once more, on one core, in the units of Estimate."""

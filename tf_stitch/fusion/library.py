@@ -19,6 +19,8 @@ from ..ir.structural import dot_free
 
 DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 LIGHT_ELEMENTS = 1 << 15  # of one matrix that every block reads again and again: it should stay in the first cache
+# Up to so many multiply-adds, or rows, a kernel's product is no slower than a call; beyond, tensor cores pay.
+SMALL_WORK, FEW_ROWS = 1 << 24, 16
 TINY_WORK = 1 << 14  # multiply-adds: a kernel does less than this while it waits for memory anyway
 
 
@@ -60,6 +62,16 @@ def is_light(dot: Node) -> bool:
     _, free, contract = _axes(dot, 1)
     right = D.product(dot.inputs[1].shape[a] for a in (*free, *contract))
     return isinstance(right, int) and right <= LIGHT_ELEMENTS
+
+
+def is_small(dot: Node, size_of: Callable[[Dim], int]) -> bool:
+    """True for products that a kernel computes as fast as a library; ``size_of`` gives the size of an unknown dim."""
+    (_, left, _), (_, right, contract) = _axes(dot, 0), _axes(dot, 1)
+    matrix = D.product(dot.inputs[1].shape[a] for a in (*right, *contract))
+    if not isinstance(matrix, int) or dot.dtype not in DTYPES:
+        return False
+    rows = size_of(D.product(dot.inputs[0].shape[a] for a in left))
+    return rows <= FEW_ROWS or size_of(work_of(dot)) <= SMALL_WORK
 
 
 # --- before planning -------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ schedule for the union, and when the cost model expects it to pay.  In order:
 """
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..ir.ops import CHEAP, OPS
 from . import cost, library
 from .group import Group
 from .partition import ALWAYS_FLOATING, Partition, Unit
+from .phases import phases, repeats_rows
 from .span import spans
 
 ALONE = frozenset({"conv", "window"})  # library-sized work: a kernel of its own
@@ -62,7 +64,7 @@ def plan_scheduled(graph: Graph, target: Any, build: Build | None = None) -> lis
 def _schedule_build() -> Build:
     from .. import schedule
 
-    return schedule.build
+    return functools.partial(schedule.build, known={})
 
 
 def view_source(node: Node) -> Node:
@@ -83,16 +85,30 @@ class Planner:
     def __init__(self, graph: Graph, target: Any, build: Build):
         self.graph, self.target, self.build = graph, target, build
         nodes = graph.nodes()
-        self.parts = Partition(graph, must_write(graph), (n for n in nodes if n.op in ALWAYS_FLOATING))
         self.model = cost.CostModel(target.name, cost.environments(d for n in nodes for d in n.shape))
         self.tried: dict[frozenset[Node], Planned | None] = {}
         self.uses_library = library.has_library(target)
         self.behind: dict[Node, int] | None = None
+        self.inlined: dict[Node, bool] = {}
+        floating = [n for n in nodes if n.op in ALWAYS_FLOATING]
+        self.parts = Partition(graph, must_write(graph), [*floating, *self.shown(nodes)])
+
+    def shown(self, nodes: Sequence[Node]) -> list[Node]:
+        """Slices of params that products in kernels read: as cheap to read as the params."""
+        if not self.uses_library:
+            return []
+        given: set[Node] = set()
+        for n in nodes:
+            if n.op == "param" or (n.op in ("slice", "reshape") and n.inputs[0] in given):
+                given.add(n)
+        far = {x for n in nodes if n.op == "dot" and not self.inlines(n) for x in map(view_source, n.inputs)}
+        return [n for n in nodes if n in given and n.op == "slice" and n not in far]
 
     def run(self) -> list[Planned]:
         self.join_epilogues()
         self.join_chains()
         self.split_unschedulable()
+        self.join_phases()
         for region in self.regions():
             if not self.take_whole(region):
                 self.grow(region)
@@ -109,7 +125,10 @@ class Planner:
 
     def inlines(self, dot: Node) -> bool:
         """True for a product that may be part of a kernel."""
-        return _small_dot(dot) or (self.uses_library and library.is_light(dot))
+        if dot not in self.inlined:
+            self.inlined[dot] = _small_dot(dot) or (self.uses_library and (library.is_light(dot) or all(
+                library.is_small(dot, functools.partial(cost.value_of, env=env)) for env in self.model.envs)))
+        return self.inlined[dot]
 
     def candidate(self, nodes: frozenset[Node]) -> Planned | None:
         """The kernel for ``nodes``, or None when it has no schedule; remembered."""
@@ -121,8 +140,16 @@ class Planner:
         """Schedules ``nodes`` as they are now."""
         group = self.parts.group(nodes)
         call = library.match(group.nodes, group.outputs, self.target) if self.uses_library else None
-        if call is not None:
-            return Planned(group, call, self.model.library_ns(D.product(call.dims)), 0.0)
+        if call is None:
+            return self._kernel(group)
+        ns = self.model.library_ns(call.dims)
+        own = self._kernel(group) if all(n.op != "dot" or self.inlines(n) for n in group.nodes) else None
+        return own if own is not None and own.ns <= ns else Planned(group, call, ns, 0.0)
+
+    def _kernel(self, group: Group) -> Planned | None:
+        """A kernel of its own for a group, or None when it has no schedule."""
+        if self.uses_library and repeats_rows(group.nodes, lambda n: _small_dot(n) or library.is_light(n)):
+            return None
         try:
             scheduled = self.build(group, self.target)
         except Unschedulable:
@@ -182,6 +209,17 @@ class Planner:
                 both = [parts.owner[n], parts.owner[user]]
                 if not any(self.alone(u) for u in both):
                     parts.contract(both)
+
+    def join_phases(self) -> None:
+        """Joins a product in a kernel with what follows it up to the next product, and with what it only moves."""
+        if not self.uses_library:
+            return
+        for units in phases(self.parts, self._is_product):
+            if not any(self.alone(u) for u in units) and not self.parts.makes_cycle(units) and self.pays(units):
+                self.parts.contract(units)
+
+    def _is_product(self, unit: Unit) -> bool:
+        return any(n.op == "dot" for n in unit.nodes) and not self.alone(unit)
 
     def regions(self) -> list[frozenset[Unit]]:
         """Weakly connected sets of units, cut at work that stays a kernel of its own."""
@@ -334,7 +372,8 @@ class Planner:
     def copy_cheap_values(self) -> None:
         """Lets readers compute cheap values themselves where that beats writing and reading them."""
         for u in reversed(self.parts.in_order()):
-            if u not in self.parts.units or self.alone(u) or (self._copyable(u) and self.try_copies(u.nodes)):
+            if u not in self.parts.units or self.alone(u) or self._is_product(u) \
+                    or (self._copyable(u) and self.try_copies(u.nodes)):
                 continue
             for v in self.parts.written(u.nodes):
                 if v in self.parts.owner and v not in self.parts.required and self._worth_a_copy(v):

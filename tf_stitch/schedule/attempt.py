@@ -13,6 +13,7 @@ from . import rules
 from .domain import Domain, domain
 from .kernel_schedule import OUT, SHARED, Item, Part, Stage
 from .labels import Labels, body_operands, operand_labels
+from .products import block_ns, have_products, is_product
 from .rules import Box
 from .shared import plan_shared
 from .storage import HEAVY, Storage, weight
@@ -23,6 +24,7 @@ BLOCK_OVERHEAD = 300  # element operations that starting a block costs
 STAGE_OVERHEAD = 30
 FINE_WORK = 20_000  # element operations that are worth a core of their own
 PER_CYCLE = 24  # element operations that one host core does in a cycle, seen over typical kernels
+OPS_PER_NS = 100  # element operations that a multiprocessor of a GPU does in a nanosecond
 SAMPLES = 5  # blocks that are looked at where a stage's work differs from block to block
 LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
 
@@ -92,7 +94,8 @@ class Attempt:
                                     f"{self.target.shared_bytes} are allowed; split the group.")
             self.kept.discard(droppable.pop(0))
         cost = self._estimate(stages)
-        return Part(self.axes, stages, slots, frozenset(self.kept), frozenset(self.read_back), self.blocks, size, cost)
+        return Part(self.axes, stages, slots, frozenset(self.kept), frozenset(self.read_back), self.blocks, size, cost,
+                    self.product_ns)
 
     def _stages(self) -> list[Stage]:
         self.read_back: set[Node] = set()
@@ -205,6 +208,12 @@ class Attempt:
         self.time = rounds * block + once
         self.waste = (blocks * (block - BLOCK_OVERHEAD) + once) / max(least, 1)
         self.ideal = least / max(min(self.target.cores, least // FINE_WORK), 1)
+        self.product_ns = 0.0
+        if have_products(self.nodes, self.target):
+            self.product_ns = block_ns(stages, self.kept, blocks, lambda d: _number(d, envs))
+            others = sum(_number(D.product(e for _, e in s.box), envs) * sum(self._stage_weight(s, envs))
+                         for s in stages if not any(map(is_product, s.items)))
+            self.time = rounds * (self.product_ns + others / OPS_PER_NS)
         return D.floordiv(cost, PER_CYCLE) + 1
 
     def _samples(self) -> list[dict[str, int]]:

@@ -1,7 +1,10 @@
 """Builds the schedule of a group: tile, boxes, storage, stages, shared memory."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from ..errors import Unschedulable
 from ..fusion.group import Group
@@ -14,32 +17,38 @@ from .collapse import collapse
 from .domain import domain
 from .kernel_schedule import KernelSchedule, Part
 from .labels import Labels, operand_labels
+from .products import have_products
 from .storage import HEAVY, SOURCES, Storage
 from .target import Target
-from .tile import Schedule, Tags, candidates, guess
+from .tile import Schedule, Tags, Tile, candidates, guess, product_tiles
 
 LINES = 128  # bytes that a block should own at least along a contiguous dim: two cache lines
 SERIAL = 3  # a group that takes this many times its ideal time is better split,
 SMALL_TIME = 200_000  # unless it takes less than this many element operations, about what a kernel costs to start
+FEW_TILES = 2  # that are tried for products besides those made for them
 GOOD_ENOUGH = 1.2  # a tile that computes at most this many times the least work ends the search
 
+Known = dict[Hashable, Tile]
 
-def build(group: Group, target: Target, wanted: Schedule | None = None) -> KernelSchedule:
+
+def build(group: Group, target: Target, wanted: Schedule | None = None,
+          known: Known | None = None) -> KernelSchedule:
     """The schedule of a group on a target.
 
     ``wanted`` is the schedule of the largest output, over its dims after :func:`collapse`; left out, the one with
-    the lowest estimated time is taken.
+    the lowest estimated time is taken.  ``known`` remembers which tile that was for parts alike, between calls.
 
     Raises Unschedulable when some output's blocks cannot be made to fit the others', or when a block's values
     do not fit on chip; the planner then splits the group.
     """
     small = collapse(group)
     group = small.group
-    parts = [_build_part(nodes, outputs, target, wanted) for nodes, outputs in _components(group)]
+    known = {} if known is None else known
+    parts = [_build_part(nodes, outputs, target, wanted, known) for nodes, outputs in _components(group, target)]
     return KernelSchedule(target, parts, group.inputs, group.outputs, frozenset(group.nodes), small.origin)
 
 
-def _components(group: Group) -> list[tuple[list[Node], list[Node]]]:
+def _components(group: Group, target: Target) -> list[tuple[list[Node], list[Node]]]:
     """Weakly connected sets of members: each gets blocks of its own."""
     members = set(group.nodes)
     parent = {n: n for n in group.nodes}
@@ -50,15 +59,29 @@ def _components(group: Group) -> list[tuple[list[Node], list[Node]]]:
             n = parent[n]
         return n
 
+    products = have_products(group.nodes, target)
+    given = _given(group) if products else {n for n in group.nodes if n.op in SOURCES}
     for n in group.nodes:
         for x in n.inputs:
-            if x in members and x.op not in SOURCES:
+            if x in members and x not in given:
                 parent[find(n)] = find(x)
-    _join_readers(group, find, parent)
+    if not products:  # they have more to do than to load
+        _join_readers(group, find, parent)
     sets: dict[Node, list[Node]] = {}
     for o in group.outputs:
         sets.setdefault(find(o), []).append(o)
     return [(_needed(outputs, members), outputs) for outputs in sets.values()]
+
+
+def _given(group: Group) -> set[Node]:
+    """Members that cost nothing to have twice: literals, and inputs or literals in another shape."""
+    found: set[Node] = set()
+    for n in group.nodes:
+        free = n.op in SOURCES or (n.op in ("broadcast", "reshape") and all(
+            x in found or x in group.inputs for x in n.inputs))
+        if free and n not in group.outputs:
+            found.add(n)
+    return found
 
 
 def _join_readers(group: Group, find: Callable[[Node], Node], parent: dict[Node, Node]) -> None:
@@ -97,39 +120,85 @@ def _primary(outputs: Iterable[Node]) -> Node:
     return max(outputs, key=lambda o: (guess(o.size), o.rank, -o.id))
 
 
-def _build_part(nodes: list[Node], outputs: list[Node], target: Target, wanted: Schedule | None) -> Part:
+def _build_part(nodes: list[Node], outputs: list[Node], target: Target, wanted: Schedule | None, known: Known) -> Part:
     primary = _primary(outputs)
     tags = _spread(primary, nodes)
     for o in outputs:
         if o.shape == primary.shape and None in tags.get(o, (None,)):
             tags[o] = tuple(range(o.rank))  # not tied to the primary: any split will do
+    storage = Storage(nodes, outputs)
+
+    def attempt(tile: Tile) -> Attempt:
+        return Attempt(nodes, outputs, primary, tags, tile, target, storage)
+
+    if wanted:
+        return attempt(wanted.tile(primary.shape)).part
+    tiles = _tiles(primary, nodes, target)
+    if have_products(nodes, target):
+        return _product_part(attempt, itertools.chain(product_tiles(primary.shape, target.cores),
+                                                      itertools.islice(tiles, FEW_TILES)), _alike(nodes), known)
+    best = _best(attempt, tiles, GOOD_ENOUGH).made
+    if best.time > SERIAL * best.ideal + SMALL_TIME and best.part.kept - set(outputs):
+        raise Unschedulable(f"Blocks that compute '{primary.origin or primary}' would repeat each other's work or "
+                            "leave most cores idle; split the group.")
+    return best.part
+
+
+def _tiles(primary: Node, nodes: list[Node], target: Target) -> Iterator[Tile]:
+    """Tiles of the primary that are worth a try, best guess first."""
     total = max((_folded_work(n) for n in nodes), default=1)
     share = max(guess(primary.size), 1)
     per_block = min(max(total // target.min_blocks, target.block_work // 4), target.block_work)
     if not isinstance(primary.size, int):
         per_block = max(per_block, target.block_work // 2)  # the guess says little about how much there is to share
     elements = max(per_block * share // max(total, share), 1)
-    wide = _contiguous_dims(primary, nodes)
     least = max(LINES // max(DTYPES[n.dtype].size for n in nodes), 16)
-    storage = Storage(nodes, outputs)
-    best: Attempt | None = None
-    reason = f"No tile of '{primary.origin or primary}' gives a schedule; split the group."
-    for tile in [wanted.tile(primary.shape)] if wanted else candidates(primary.shape, elements, wide, least):
+    return candidates(primary.shape, elements, _contiguous_dims(primary, nodes), least)
+
+
+def _product_part(attempt: Callable[[Tile], Attempt], tiles: Iterable[Tile], alike: Hashable, known: Known) -> Part:
+    """The fastest part for products; what was the best tile for a part like it is taken at once."""
+    if alike in known:
+        with contextlib.suppress(Unschedulable):
+            return attempt(known[alike]).part
+    best = _best(attempt, tiles)
+    known[alike] = best.tile
+    return best.made.part
+
+
+class _Made(NamedTuple):
+    made: Attempt
+    tile: Tile
+
+
+def _best(attempt: Callable[[Tile], Attempt], tiles: Iterable[Tile], good_enough: float = 0.0) -> _Made:
+    """The attempt with the lowest estimate, or the first whose waste is small enough."""
+    best: _Made | None = None
+    reason = Unschedulable("No tile gives a schedule; split the group.")
+    for tile in tiles:
         try:
-            attempt = Attempt(nodes, outputs, primary, tags, tile, target, storage)
+            made = attempt(tile)
         except Unschedulable as e:
-            reason = str(e)
+            reason = e
             continue
-        if best is None or attempt.time < best.time:
-            best = attempt
-        if attempt.waste <= GOOD_ENOUGH:
+        if best is None or made.time < best.made.time:
+            best = _Made(made, tile)
+        if made.waste <= good_enough:
             break
     if best is None:
-        raise Unschedulable(reason)
-    if wanted is None and best.time > SERIAL * best.ideal + SMALL_TIME and best.part.kept - set(outputs):
-        raise Unschedulable(f"Blocks that compute '{primary.origin or primary}' would repeat each other's work or "
-                            "leave most cores idle; split the group.")
-    return best.part
+        raise reason
+    return best
+
+
+def _alike(nodes: Sequence[Node]) -> Hashable:
+    """Equal for sets of nodes that differ in constants and in where their slices begin."""
+    number = {n: k for k, n in enumerate(nodes)}
+    out = []
+    for n in nodes:
+        attrs = tuple((k, v) for k, v in sorted(n.attrs.items()) if k not in ("value", "starts", "index"))
+        inputs = tuple(number.get(x, x.shape) for x in n.inputs)
+        out.append((n.op, n.shape, n.dtype, repr(attrs), inputs))
+    return tuple(out)
 
 
 def _folded_work(node: Node) -> int:

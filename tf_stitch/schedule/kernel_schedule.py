@@ -79,6 +79,7 @@ class Part:
     blocks: Dim
     shared_bytes: Dim
     cost: Dim
+    product_ns: float = 0.0  # what a block's products take on a GPU
 
 
 @dataclass

@@ -149,3 +149,32 @@ def candidates(shape: Shape, elements: int, wide: Sequence[int], least: int) -> 
         if tile not in seen:
             seen.add(tile)
             yield tile
+
+
+PANELS = (8, 16, 32, 64)  # columns of a product that a block may own
+
+
+def product_tiles(shape: Shape, cores: int) -> Iterator[Tile]:
+    """Tiles for products on a GPU: some columns and as many rows as give every core a block."""
+    if not shape:
+        return
+    *lead, columns = shape
+    rows = max(guess(D.product(lead)), 1)
+    for panel in (*PANELS, None):
+        if panel is not None and panel >= guess(columns):
+            continue
+        across = 1 if panel is None else -(-guess(columns) // panel)
+        share = max(-(-rows * across // cores), 1)
+        chunk = 1 << (share - 1).bit_length()
+        yield (*_rows(lead, chunk), panel)
+
+
+def _rows(lead: Sequence[Dim], chunk: int) -> Tile:
+    """A tile over the row dims of about ``chunk`` rows: the last dims first."""
+    out: list[int | None] = []
+    for size in reversed(lead):
+        known = max(guess(size), 1)
+        whole = isinstance(size, int) and size <= chunk
+        out.insert(0, None if whole else max(min(chunk, known), 1))
+        chunk = max(chunk // known, 1) if whole else 1
+    return tuple(out)

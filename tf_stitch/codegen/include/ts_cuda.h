@@ -80,6 +80,25 @@
 #define TS_LANES_FOLD(i, off, ext, L, ...) TS_LANES(i, off, ext, L)
 #define TS_ONE(L) if (TS_LANE_(L) == 0)
 
+// Products: S threads, W apart, fold one tile together; the others fold other tiles at the same time.  TS_RUNS gives each
+// of the S every so many-th run of V elements (TS_RUNS_EVEN: all have as many), TS_TILE_JOIN adds up what they have in
+// a[A], and every sum is written by the one of them that TS_TILE_OWN picks.  A tile beyond the last is the last again, and writes nothing.
+#define TS_TILE_(S, W) ((ts_idx)(threadIdx.x % (W) + threadIdx.x / ((S) * (W)) * (W)))
+#define TS_SHARE_(S, W) ((ts_idx)(threadIdx.x / (W) % (S)))
+#define TS_TILES(t, n, S, W)                                                                  \
+  for (ts_idx ts_t0 = 0, ts_tn = (n); ts_t0 < ts_tn; ts_t0 += TS_THREADS / (S))               \
+    if (const ts_idx t = ts_imin(ts_t0 + TS_TILE_(S, W), ts_tn - 1); true)
+#define TS_RUNS(k, off, ext, V, S, W, U) \
+  TS_UNROLL_(unroll U) for (ts_idx k = (off) + (V) * TS_SHARE_(S, W); k < (off) + (ext); k += (V) * (S))
+#define TS_RUNS_EVEN(k, off, ext, V, S, W, U)                                   \
+  TS_UNROLL_(unroll U) for (ts_idx ts_j = 0; ts_j < (ext); ts_j += (V) * (S)) \
+    if (const ts_idx k = (off) + (V) * TS_SHARE_(S, W) + ts_j; true)
+#define TS_EACH(i, n) TS_UNROLL_(unroll) for (ts_idx i = 0; i < (n); ++i)
+#define TS_TILE_JOIN(T, a, A, S, W, parts) ts_tile_join<A, S, W>(a, (T*)(ts_shared + (parts)));
+#define TS_TILE_OWN(q, base, n, S, W) \
+  TS_EACH(q, n) if (((base) + q) % (S) == TS_SHARE_(S, W) && ts_t0 + TS_TILE_(S, W) < ts_tn)
+#define TS_TILE_SUM(T, a, q, A, S, W, parts) ts_tile_sum<A, S, W>(a, q, (const T*)(ts_shared + (parts)))
+
 #define TS_STRIP(L) (L)
 #define TS_STRIP_ROOM(L) 1
 #define TS_SLOT(i, t) 0
@@ -121,6 +140,36 @@ __device__ __forceinline__ T ts_gather_sum(T x) {
     for (int k = L; k < TS_THREADS; k += L) x += parts[threadIdx.x + k];
   }
   return x;
+}
+// How many of the S threads of a tile are in one warp.
+template <int S, int W> constexpr int ts_near = W >= 32 ? 1 : S < 32 / W ? S : 32 / W;
+// Adds up a[0..A) over the S threads of every tile: within warps, and what warps have goes to parts.
+template <int A, int S, int W, class T>
+__device__ __forceinline__ void ts_tile_join(T (&a)[A], T* parts) {
+  constexpr int N = ts_near<S, W>, tiles = TS_THREADS / S;
+#pragma unroll
+  for (int d = W; d < W * N; d *= 2) {
+#pragma unroll
+    for (int q = 0; q < A; ++q) a[q] += __shfl_xor_sync(0xffffffffu, a[q], d);
+  }
+  if constexpr (N < S) {
+    const int share = threadIdx.x / W % S, tile = threadIdx.x % W + threadIdx.x / (S * W) * W;
+    __syncthreads();
+    if (share % N == 0) {
+#pragma unroll
+      for (int q = 0; q < A; ++q) parts[(share / N * A + q) * tiles + tile] = a[q];
+    }
+    __syncthreads();
+  }
+}
+template <int A, int S, int W, class T>
+__device__ __forceinline__ T ts_tile_sum(const T (&a)[A], int q, const T* parts) {
+  constexpr int N = ts_near<S, W>, tiles = TS_THREADS / S;
+  if constexpr (N == S) return a[q];
+  T sum = 0;
+#pragma unroll
+  for (int w = 0; w < S / N; ++w) sum += parts[(w * A + q) * tiles + threadIdx.x % W + threadIdx.x / (S * W) * W];
+  return sum;
 }
 template <class T> struct ts_add_op { __device__ T operator()(T a, T b) const { return a + b; } };
 template <class T> struct ts_mul_op { __device__ T operator()(T a, T b) const { return a * b; } };

@@ -45,6 +45,15 @@ struct ts_problem {
 #define TS_LANES_FOLD4 TS_LANES_FOLD
 #define TS_ONE(L)
 
+// Products in tiles: text of the CUDA target, here one tile after the other.
+#define TS_TILES(t, n, S, W) TS_FOR_(t, 0, n)
+#define TS_RUNS(k, off, ext, V, S, W, U) TS_STEPS(k, off, ext, V)
+#define TS_RUNS_EVEN TS_RUNS
+#define TS_EACH(i, n) TS_FOR_(i, 0, n)
+#define TS_TILE_JOIN(T, a, A, S, W, parts)
+#define TS_TILE_OWN(q, base, n, S, W) TS_FOR_(q, 0, n)
+#define TS_TILE_SUM(T, a, q, A, S, W, parts) (a)[q]
+
 // Per-lane accumulators: an array of one strip of lanes here, a register of every thread on a GPU.
 #define TS_STRIP(L) 256
 #define TS_STRIP_ROOM(L) 256

@@ -1,0 +1,362 @@
+"""Products on a GPU: the threads of a block share out register tiles of the result and ranges of the folded dim.
+
+A tile is a few rows (a free dim of the left operand) by a few columns (a free dim of the right one): every element
+that a thread reads then takes part in several products.  Where a block has fewer tiles than threads, several threads
+share a tile: each folds every so many-th run of elements, and their sums are added, always in the same order.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..ir import dims as D
+from ..ir.dims import Dim
+from ..ir.graph import Node
+from ..ir.ops import OPS
+from ..schedule import rules
+from ..schedule.labels import body_operands, operand_labels
+from ..schedule.rules import Index
+from ..schedule.tile import guess
+from . import contract
+from .text import compute_type
+from .values import evaluate
+
+if TYPE_CHECKING:
+    from .loops import Loops
+
+CHAIN = 128  # the most products that one float32 accumulator chain sums before it is added to another
+WIDE = 4  # elements of one wide access
+SUMS = 32  # sums of all items that a thread keeps in registers, at most
+ROWS = 4  # of a tile, at most
+ACROSS = 8  # threads that read one row together where the folded dim is the contiguous one: a cache line
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a block's threads share a stage.
+
+    Attributes:
+      rows, columns: of a tile; ``sharing`` threads fold a tile together, ``stride`` threads apart.
+      run: neighbouring elements of the folded dim that a thread takes at a time.
+    """
+
+    rows: int
+    columns: int
+    sharing: int
+    stride: int
+    run: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The dims of a stage's products: ``row`` and ``column`` are tiled (None: there is no such loop), ``along`` is
+    folded in runs, ``outer`` and ``folded`` are the other loops."""
+
+    row: int | None
+    column: int | None
+    outer: tuple[int, ...]
+    along: int
+    folded: tuple[int, ...]
+    split: Split
+
+
+def plan(loops: Loops) -> Plan | None:
+    """How to compute a stage that holds nothing but products with the same loops; None for any other stage."""
+    stage, target = loops.stage, loops.e.kernel.target
+    nodes = [i.node for i in stage.items]
+    if target.is_host or stage.kind != "fold" or any(n.op != "dot" or i.body is not n or i.copy
+                                                     for i, n in zip(stage.items, nodes, strict=True)):
+        return None
+    first = nodes[0]
+    if any((n.dtype, n.attrs["batch"], n.attrs["contract"]) != (first.dtype, first.attrs["batch"],
+           first.attrs["contract"]) or [x.rank for x in n.inputs] != [x.rank for x in first.inputs] for n in nodes):
+        return None
+    folded = [d for d in loops.loops if d in stage.folded]
+    if not folded:
+        return None
+    return _plan(loops, first, folded)
+
+
+def _plan(loops: Loops, dot: Node, folded: list[int]) -> Plan:
+    size = [guess(ext) for _, ext in loops.box]
+    owner = {here: k for k, _, here in rules.ties(dot)}
+    batch = set(range(len(dot.attrs["batch"][0])))
+    free = [[d for d in loops.loops if d not in batch and owner.get(d) == k] for k in (0, 1)]
+    contiguous = [_contiguous(loops, k) for k in (0, 1)]
+    row, column = (_tiled(f, c, size) for f, c in zip(free, contiguous, strict=True))
+    along = max(folded, key=lambda d: (d in contiguous, size[d], d))
+    outer = tuple(d for d in loops.loops if d not in loops.stage.folded and d not in (row, column))
+    split = _split(loops, row, column, outer, along, contiguous)
+    return Plan(row, column, outer, along, tuple(d for d in folded if d != along), split)
+
+
+def _tiled(free: Sequence[int], contiguous: int | None, size: Sequence[int]) -> int | None:
+    """Which of an operand's free dims is cut into tiles: the contiguous one, else the longest."""
+    return max(free, key=lambda d: (d == contiguous, size[d], d), default=None)
+
+
+def _contiguous(loops: Loops, k: int) -> int | None:
+    """The loop along which what operand ``k`` of the first product reads is contiguous."""
+    node, labels = body_operands(loops.stage.items[0])[k]
+    while not loops.e.in_memory(node):
+        inner = [(x, at) for x, at in operand_labels(node, labels) if x.rank]
+        if not inner:
+            return None
+        node, labels = max(inner, key=lambda pair: guess(pair[0].size))
+    return labels[-1] if labels else None
+
+
+def _split(loops: Loops, row: int | None, column: int | None, outer: Sequence[int], along: int,
+           contiguous: Sequence[int | None]) -> Split:
+    threads, items = loops.e.kernel.target.threads, len(loops.stage.items)
+    sizes = [1 if d is None else max(guess(loops.box[d][1]), 1) for d in (row, column)]
+    others = max(guess(D.product(loops.box[d][1] for d in outer)), 1)
+    run = _run(loops, along)
+    length = max(guess(loops.box[along][1]) // run, 1)
+    tile = [min(_tile(loops, row, sizes[0]), ROWS), _tile(loops, column, sizes[1])]
+    while items * tile[0] * tile[1] > SUMS and max(tile) > 1:
+        tile[tile.index(max(tile))] //= 2
+    across = contiguous[1] == along or (contiguous[0] == along and sizes[1] == 1)  # the larger operand
+    count = others * -(-sizes[0] // tile[0]) * -(-sizes[1] // tile[1])
+    sharing = min(max(threads >> (count - 1).bit_length(), ACROSS if across else 1), _power_below(length))
+    return Split(tile[0], tile[1], sharing, 1 if across else threads // sharing, run)
+
+
+def _tile(loops: Loops, d: int | None, size: int) -> int:
+    """Elements of a tile along a free dim; they divide a known extent."""
+    if d is None:
+        return 1
+    ext = loops.box[d][1]
+    if isinstance(ext, int):
+        return next(n for n in (WIDE, 3 if size == 3 else 2, 2, 1) if ext % n == 0)
+    return WIDE if size >= 4 * WIDE else 1
+
+
+def _run(loops: Loops, along: int) -> int:
+    """Elements of the folded dim that one wide access reads, where they divide every range."""
+    cuts = _cuts(loops, along)
+    return next((n for n in (WIDE, 2) if all(isinstance(c, int) and c % n == 0 for c in cuts)), 1)
+
+
+def _power_below(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
+
+
+def _cuts(loops: Loops, along: int) -> list[Dim]:
+    """Where the folded dim begins, where the pieces of concatenated operands meet, and where it ends."""
+    offset, extent = loops.box[along]
+    found: dict[Dim, None] = {offset: None}
+    for item in loops.stage.items:
+        for k, x in enumerate(item.node.inputs):
+            axis = item.node.attrs["contract"][k][along - item.node.rank]
+            for start in _pieces(loops, x, axis):
+                found[start] = None
+    inside = [c for c in found if isinstance(c, int)]
+    if len(inside) < len(found) or not isinstance(extent, int):
+        return [offset, offset + extent]
+    return [*sorted(inside), offset + extent]
+
+
+def _pieces(loops: Loops, x: Node, axis: int) -> Iterator[Dim]:
+    """Where the pieces begin of what is concatenated along an axis of ``x``."""
+    if loops.e.in_memory(x):
+        return
+    if x.op == "concat" and x.attrs["axis"] == axis:
+        yield from (s for s, p in zip(rules.concat_starts(x), x.inputs, strict=True) if p.shape[axis] != 0)
+    elif OPS[x.op].elementwise or x.op in ("cast", "concat"):
+        for y in x.inputs:
+            if y.rank == x.rank:
+                yield from _pieces(loops, y, axis)
+
+
+class Tiles:
+    """Emits a stage of products by a plan."""
+
+    def __init__(self, loops: Loops, plan: Plan):
+        self.loops, self.plan, self.split = loops, plan, plan.split
+        self.e, self.scopes, self.box = loops.e, loops.scopes, loops.box
+        self.items = loops.stage.items
+        self.fold = contract.fold_of(self.items[0].node)
+        self.each = self.split.rows * self.split.columns
+        self.sums = self.each * len(self.items)
+
+    def emit(self) -> None:
+        """Adds the loops of the stage."""
+        s, parts = self.split, self.e.kernel.scratch(self._scratch())
+        size = f"{self.sums}, {s.sharing}, {s.stride}"
+        with self.scopes.block(f"TS_TILES(t, {self._count()}, {s.sharing}, {s.stride})", ("ts_t",)):
+            self._places()
+            acc = self._sums("a")
+            self._all_ranges(acc)
+            self.scopes.line(f"TS_TILE_JOIN({self.fold.type}, {acc}, {size}, {parts})")
+            for k, item in enumerate(self.items):
+                with self._own(k) as (q, where):
+                    total = f"TS_TILE_SUM({self.fold.type}, {acc}, {q}, {size}, {parts})"
+                    value = contract.finish(self.e, item.node, where, self._result(total))
+                    self.scopes.line(self.e.store(item.node, item.space, tuple(where[d] for d in item.mapped), value))
+
+    def _scratch(self) -> int:
+        """Bytes in which the sums of threads of different warps meet."""
+        s, target = self.split, self.e.kernel.target
+        near = min(s.sharing, max(target.lanes // s.stride, 1))
+        size = 8 if self.fold.type in ("double", "ts_u64") else 4
+        return 0 if near == s.sharing else self.sums * target.threads // near * size
+
+    def _result(self, total: str) -> str:
+        name = self.e.fresh("v")
+        self.scopes.line(f"const {self.fold.type} {name} = {total};")
+        return self.fold.result(name, lane=True)
+
+    # --- places -------------------------------------------------------------------------------------
+
+    def _many(self, d: int | None, each: int) -> Dim:
+        """Tiles along a dim."""
+        return 1 if d is None else D.ceildiv(self.box[d][1], each)
+
+    def _count(self) -> str:
+        p, s = self.plan, self.split
+        return self.e.dim(D.product([*(self.box[d][1] for d in p.outer), self._many(p.row, s.rows),
+                                     self._many(p.column, s.columns)]))
+
+    def _places(self) -> None:
+        """The first row and column of the tile, and its index along the other dims."""
+        p, s = self.plan, self.split
+        rest: Dim = 1
+        tiled = [("c", p.column, s.columns)]
+        order = [*tiled, *((None, d, 1) for d in reversed(p.outer)), ("r", p.row, s.rows)]
+        for k, (name, d, each) in enumerate(order):
+            many = self._many(d, each)
+            at = "t" if rest == 1 else f"t / {self.e.factor(rest)}"
+            last = all(self._many(other, n) == 1 for _, other, n in order[k + 1:])
+            if many == 1:
+                at = "0"
+            elif not last:
+                at = f"({at}) % {self.e.factor(many)}"
+            rest = rest * many
+            if name:
+                self.scopes.line(f"const ts_idx {name} = {f'({at}) * {each}' if each > 1 else at};")
+            elif d is not None:
+                offset = self.box[d][0]
+                text = at if offset == 0 else f"{self.e.dim(offset)} + {at}"
+                self.scopes.line(f"const ts_idx i{d} = {text};")
+                self.scopes.top.symbols.add(f"ts_i{d}")
+
+    def _inside(self, d: int, first: str, k: str, each: int) -> str:
+        """The index of element ``k`` of a tile along ``d``; the last element again where the tile reaches beyond."""
+        offset, ext = self.box[d]
+        at = f"{first} + {k}" if each > 1 else first
+        if not (isinstance(ext, int) and ext % each == 0):
+            at = f"ts_imin({at}, {self.e.dim(ext)} - 1)" if each > 1 else at
+        return at if offset == 0 else f"{self.e.dim(offset)} + {at}"
+
+    @contextmanager
+    def _along_tile(self, d: int | None, first: str, k: str, each: int) -> Iterator[None]:
+        """A loop over the rows or columns of a tile; defines their index."""
+        with self.scopes.block(f"TS_EACH({k}, {each})", () if d is None else (f"ts_i{d}",)):
+            if d is not None:
+                self.scopes.line(f"const ts_idx i{d} = {self._inside(d, first, k, each)};")
+            yield
+
+    # --- folding ------------------------------------------------------------------------------------
+
+    def _sums(self, prefix: str) -> str:
+        name = self.e.fresh(prefix)
+        self.scopes.line(f"{self.fold.type} {name}[{self.sums}];")
+        self.scopes.line(f"TS_EACH(q, {self.sums}) {name}[q] = {self.fold.start};")
+        return name
+
+    def _all_ranges(self, acc: str) -> None:
+        cuts = _cuts(self.loops, self.plan.along)
+        with ExitStack() as stack:
+            for d in self.plan.folded:
+                stack.enter_context(self.loops.serial(d))
+            for start, end in itertools.pairwise(cuts):
+                self._range(acc, start, end - start, bool(self.plan.folded))
+
+    def _range(self, acc: str, start: Dim, length: Dim, nested: bool) -> None:
+        """Folds a range of the folded dim, in pieces where it is long."""
+        step = CHAIN * self.split.sharing
+        long = not isinstance(length, int) or length > step or nested
+        if not (long and self.fold.pairwise):
+            even = isinstance(length, int) and length % (self.split.run * self.split.sharing) == 0
+            self._runs(acc, self.e.dim(start), self.e.dim(length), start, length, "_EVEN" if even else "")
+            return
+        o, x = self.e.factor(start), self.e.factor(length)
+        with self.scopes.block(f"TS_STEPS(u, {o}, {x}, {step})"):
+            part = self._sums("p")
+            self._runs(part, "u", f"ts_imin({step}, {o} + {x} - u)", start, length)
+            self.scopes.line(f"TS_EACH(q, {self.sums}) {acc}[q] += {part}[q];")
+
+    def _runs(self, acc: str, offset: str, extent: str, start: Dim, length: Dim, kind: str = "") -> None:
+        s = self.split
+        name = self.e.fresh("k")
+        header = f"TS_RUNS{kind}({name}, {offset}, {extent}, {s.run}, {s.sharing}, {s.stride}, {self._ahead()})"
+        with self.scopes.block(header, (f"ts_{name}",)):
+            inner = self.e.fresh("k")
+            with self.scopes.block(f"TS_EACH({inner}, {s.run})", (f"ts_{inner}",)):
+                at = D.symbol(f"ts_{name}", 0, None) + D.symbol(f"ts_{inner}", 0, s.run - 1) if s.run > 1 \
+                    else D.symbol(f"ts_{name}", 0, None)
+                place = self._bounded(at, start, length)
+                self._products(acc, place)
+
+    def _bounded(self, at: Dim, start: Dim, length: Dim) -> Dim:
+        """An index variable that is known to lie in a range, from its start on."""
+        base = self.e.index_variable(self.e.dim(at - start), length)
+        return base + start
+
+    def _ahead(self) -> int:
+        """Runs whose loads are under way together."""
+        return 4 if self.each * len(self.items) <= WIDE * 2 else 2
+
+    def _products(self, acc: str, along: Dim) -> None:
+        """Takes the products at one place of the folded dim into all sums."""
+        p, s = self.plan, self.split
+        index = tuple(along if d == p.along else i for d, i in enumerate(self.loops.index))
+        sides = (("r", p.row, s.rows), ("c", p.column, s.columns))
+        known: dict[tuple, str] = {}
+        names = []
+        for item in self.items:
+            pair = []
+            for k, (first, d, each) in enumerate(sides):
+                node, place = contract.factor(item.node, k, index)
+                if (node, place) not in known:
+                    known[(node, place)] = self._values(node, place, first, d, each)
+                pair.append(known[(node, place)])
+            names.append(pair)
+        with self.scopes.block(f"TS_EACH(r1, {s.rows})"), self.scopes.block(f"TS_EACH(c1, {s.columns})"):
+            for k, (item, (a, b)) in enumerate(zip(self.items, names, strict=True)):
+                q = f"{acc}[{k * self.each} + r1 * {s.columns} + c1]"
+                value = contract.pair(self.e, item.node.dtype, f"{a}[r1]", f"{b}[c1]")
+                self.scopes.line(self.fold.step(q, value))
+
+    def _values(self, node: Node, place: Index, first: str, d: int | None, each: int) -> str:
+        """An array with what an operand is at the rows or columns of the tile."""
+        name = self.e.fresh("w")
+        self.scopes.line(f"{compute_type(node.dtype)} {name}[{each}];")
+        with self._along_tile(d, first, f"{first}1", each):
+            self.scopes.line(f"{name}[{first}1] = {evaluate(self.e, node, place)};")
+        return name
+
+    # --- results ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _own(self, k: int) -> Iterator[tuple[str, Index]]:
+        """The sums of item ``k`` that this thread writes: which of all sums, and its index."""
+        p, s = self.plan, self.split
+        header = f"TS_TILE_OWN(q, {k * self.each}, {self.each}, {s.sharing}, {s.stride})"
+        places = (("r", p.row, f"q / {s.columns}", s.rows), ("c", p.column, f"q % {s.columns}", s.columns))
+        real = [(first, d, at, each) for first, d, at, each in places if d is not None]
+        with self.scopes.block(header, tuple(f"ts_i{d}" for _, d, _, _ in real)), ExitStack() as stack:
+            conditions = []
+            for first, d, at, each in real:
+                offset, ext = self.box[d]
+                text = f"{first} + {at}" if each > 1 else first
+                if each > 1 and not (isinstance(ext, int) and ext % each == 0):
+                    conditions.append(f"{text} < {self.e.dim(ext)}")
+                self.scopes.line(f"const ts_idx i{d} = {text if offset == 0 else f'{self.e.dim(offset)} + {text}'};")
+            if conditions:
+                stack.enter_context(self.scopes.block(f"if ({' && '.join(conditions)})", conditional=True))
+            yield f"{k * self.each} + q", self.loops.index

@@ -1,0 +1,82 @@
+"""What the products of one block cost on a GPU: multiply-adds, and operands on their way from the second-level cache.
+
+Rates were measured on an H200: they choose tiles, and the planner weighs a kernel's own products against the library's
+with them.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from ..ir.dims import Dim
+from ..ir.dtypes import DTYPES
+from ..ir.graph import Node
+from ..ir.structural import dot_free
+from .kernel_schedule import Item, Stage
+from .target import Target
+
+RATE = 80  # multiply-adds per ns of one multiprocessor, tensor cores not used
+TOTAL, EACH = 5500, 75  # bytes per ns from the second-level cache: all multiprocessors together, and one at most
+NEAR = 150  # bytes per ns from the first-level cache or shared memory
+KEPT = 160 * 1024  # bytes of operands that stay in the first-level cache until they are read again
+LATENCY = 300  # ns of a stage: first loads, sums over threads, barriers
+SECTOR = 32  # the least bytes that are fetched together
+
+
+def is_product(item: Item) -> bool:
+    """True for an item that folds products."""
+    return item.node.op == "dot" and item.body is item.node and not item.copy
+
+
+def have_products(nodes: Iterable[Node], target: Target) -> bool:
+    """True for nodes whose tiles :func:`block_ns` should choose."""
+    return not target.is_host and any(n.op == "dot" for n in nodes)
+
+
+def block_ns(stages: Sequence[Stage], kept: Collection[Node], blocks: int, size: Callable[[Dim], int]) -> float:
+    """Nanoseconds that a block spends in stages of products; ``size`` gives the size of an unknown extent."""
+    recent: dict[Node, int] = {}
+    total = 0.0
+    far = min(EACH, TOTAL / max(blocks, 1))
+    for s in stages:
+        items = [i for i in s.items if is_product(i)]
+        if not items:
+            continue
+        box = [size(extent) for _, extent in s.box]
+        time = 0.0
+        for x, count in _operands(items, box):
+            time += count / (NEAR if x in kept or _is_near(recent, x, count) else far)
+        total += LATENCY + max(len(items) * math.prod(box) / RATE, time)
+    return total
+
+
+def _operands(items: Iterable[Item], box: Sequence[int]) -> dict[tuple[Node, int], None]:
+    """What products read, with the bytes that a block fetches of it."""
+    return dict.fromkeys((x, _bytes(i.node, k, box)) for i in items for k, x in enumerate(i.node.inputs))
+
+
+def _bytes(dot: Node, k: int, box: Sequence[int]) -> int:
+    """Bytes of operand ``k`` in a box of the product's domain, in whole sectors."""
+    x = dot.inputs[k]
+    batch, contract = dot.attrs["batch"][k], dot.attrs["contract"][k]
+    free = dot_free(x.rank, batch, contract)
+    first = len(batch) + (dot.rank - len(batch) - len(free) if k else 0)
+    loop = {**{a: j for j, a in enumerate(batch)}, **{a: first + j for j, a in enumerate(free)},
+            **{a: dot.rank + j for j, a in enumerate(contract)}}
+    extents = [box[loop[a]] for a in range(x.rank)]
+    each = DTYPES[x.dtype].size
+    run = max(extents[-1] if extents else 1, 1) * each
+    return math.prod(extents) * each * max(1, SECTOR // run)
+
+
+def _is_near(recent: dict[Node, int], x: Node, count: int) -> bool:
+    """True when so little was read since ``x`` that it is in the first-level cache; notes that it is read now."""
+    since = 0
+    for y in reversed(recent):
+        since += recent[y]
+        if y is x:
+            break
+    found = x in recent and since <= KEPT
+    recent.pop(x, None)
+    recent[x] = count
+    return found
