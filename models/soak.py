@@ -40,6 +40,7 @@ from tf_stitch.serving import scheduler
 from tf_stitch.serving.load import TOLERANCE
 
 WINDOW = 8           # requests of one client that are under way at once
+QUEUE, BURST = 100, 600  # a tenant's max_queue; requests sent at once
 GROWTH_MB = 64       # what memory may grow by over the second half of a run
 WIDTH = 16
 
@@ -198,9 +199,10 @@ class Soak:
 
     def _operator(self, _: int) -> None:
         rng = random.Random(self.seed)
-        works = [self._operator_adds, self._operator_removes, self._operator_swaps, self._operator_bursts]
+        works = [self._operator_adds, self._operator_swaps, self._operator_bursts, self._operator_removes]
+        first = list(works)  # each of them at least once
         while not self._stop.wait(0.2):
-            rng.choice(works)(rng)
+            (first.pop(0) if first else rng.choice(works))(rng)
 
     def _operator_adds(self, rng: random.Random) -> None:
         if len(self._live) < 2 * len(self.subjects):
@@ -209,7 +211,7 @@ class Soak:
 
     def _add(self, subject: Subject) -> None:
         name, version = f"{subject.name}_{next(self._numbers)}", 0
-        self.session.add(name, subject.versions[version], stitch=False, slo_ms=1000, max_queue=100,
+        self.session.add(name, subject.versions[version], stitch=False, slo_ms=1000, max_queue=QUEUE,
                          priority="latency" if len(self._live) % 3 else "best_effort", warmup=False)
         self._tallies.append(self.session._tenants[name].tally)
         self._live = [*self._live, Live(name, subject, frozenset({version}))]
@@ -234,7 +236,7 @@ class Soak:
     def _operator_bursts(self, rng: random.Random) -> None:
         draws = np.random.default_rng(rng.randrange(1 << 30))
         tenant, futures = rng.choice(self._live), []
-        for _ in range(300):
+        for _ in range(BURST):
             inputs = tenant.subject.draw(draws)
             try:
                 future = self.session.submit(tenant.name, inputs)
