@@ -7,11 +7,13 @@ from ..ir import dims as D
 from ..ir.dims import Dim, Expr, Symbol
 from ..ir.graph import Node
 from ..schedule import rules
-from ..schedule.kernel_schedule import KernelSchedule, Part, Stage
+from ..schedule.kernel_schedule import KernelSchedule, Part, RowChain, Stage
 from ..schedule.rules import Index
 from ..schedule.storage import HEAVY
 from .kernel import INDEX_LIMIT, Kernel
 from .loops import Loops
+from .rows import Rows
+from .runs import Runs
 from .scope import Scopes, symbol_names
 from .text import compute_type, dim_text, factor_text, rounded, storage_type
 
@@ -145,9 +147,17 @@ class KernelEmitter:
                     StageEmitter(self, part, s).emit()
             with self.scopes.block(f"TS_BLOCKS(b, {start}, {count})"):
                 self._place(part)
-                for s in part.stages:
-                    if not s.hoisted:
-                        StageEmitter(self, part, s).emit()
+                self._stages(part)
+
+    def _stages(self, part: Part) -> None:
+        """The stages of a block, chains of them in one loop."""
+        chains = {id(c.stages[0]): c for c in part.chains}
+        inside = {id(s) for c in part.chains for s in c.stages}
+        for s in part.stages:
+            if id(s) in chains:
+                ChainEmitter(self, part, chains[id(s)]).emit()
+            elif not s.hoisted and id(s) not in inside:
+                StageEmitter(self, part, s).emit()
 
     def _place(self, part: Part) -> None:
         """The block's index along every axis, and its extents."""
@@ -173,6 +183,8 @@ class StageEmitter:
         self.pointers: dict[Node, str] = {}
         self.repeated: tuple[Expr, int] | None = None  # the lanes of a run of short rows, and how many
         self.tables_of_runs: dict[tuple[Node, Index], str] = {}
+        self.runs: Runs | None = None
+        self.divisors: dict[str, str] = {}  # of a variable that divides: what is prepared for it
         self.floor = 0  # depth of the stage's own scope
 
     dim = property(lambda self: self.kernel.dim)
@@ -204,11 +216,14 @@ class StageEmitter:
             name = self.pointers[node] = f"s{list(self.part.slots).index(node)}"
         return name
 
+    def buffer_pointer(self, node: Node) -> str:
+        """The pointer to a value in memory."""
+        return self.kernel.outputs.get(node) or self.kernel.input_name(node)
+
     def place(self, node: Node, index: Index, shared: bool) -> str:
         """The lvalue of an element."""
         if not shared:
-            name = self.kernel.outputs.get(node) or self.kernel.input_name(node)
-            return f"{name}[{self.dim(rules.linear(index, node.shape))}]"
+            return f"{self.buffer_pointer(node)}[{self.dim(rules.linear(index, node.shape))}]"
         slot = self.part.slots[node]
         local = tuple(i - off for i, (off, _) in zip(index, slot.box, strict=True))
         return f"{self.shared_pointer(node)}[{self.dim(rules.linear(local, slot.room))}]"
@@ -219,7 +234,8 @@ class StageEmitter:
         run = self._repeated(node, index)
         if run:
             return run
-        text = self.place(node, index, shared)
+        text = self.runs.load(node, index) if self.runs and not shared else None
+        text = text or self.place(node, index, shared)
         return text if shared or storage_type(node.dtype) == compute_type(node.dtype) else f"ts_load({text})"
 
     def _repeated(self, node: Node, index: Index) -> str:
@@ -244,7 +260,8 @@ class StageEmitter:
     def store(self, node: Node, space: str, index: Index, value: str) -> str:
         """A statement that writes an element."""
         shared = space == "shared"
-        text = self.place(node, index, shared)
+        text = self.runs.place(node, index) if self.runs and not shared else None
+        text = text or self.place(node, index, shared)
         if shared and node.op in HEAVY:
             value = rounded(value, node.dtype)  # as it would be in memory
         same = shared or storage_type(node.dtype) == compute_type(node.dtype)
@@ -259,10 +276,30 @@ class StageEmitter:
         with self.scopes.block(f"if ({once})" if once else "", conditional=True) as scope:
             self.floor = len(self.scopes.stack) - 1
             Loops(self).emit()
-            declared = [f"TS_SHARED({compute_type(n.dtype)}, {name}, {self.dim(self.part.slots[n].offset)})"
-                        for n, name in self.pointers.items()]
-            scope.lines[:0] = declared
+            scope.lines[:0] = self._pointers()
         self.scopes.line("TS_BARRIER")
+
+    def _pointers(self) -> list[str]:
+        """Declares the staged values that were used."""
+        return [f"TS_SHARED({compute_type(n.dtype)}, {name}, {self.dim(self.part.slots[n].offset)})"
+                for n, name in self.pointers.items()]
+
+
+class ChainEmitter(StageEmitter):
+    """Emits a row chain."""
+
+    def __init__(self, kernel: KernelEmitter, part: Part, chain: RowChain):
+        super().__init__(kernel, part, chain.stages[0])
+        self.chain = chain
+
+    def emit(self) -> None:
+        """Adds the chain's text to the innermost scope."""
+        with self.scopes.block("", conditional=True) as scope:
+            self.floor = len(self.scopes.stack) - 1
+            Rows(self, self.chain).emit()
+            scope.lines[:0] = self._pointers()
+        if self.pointers or self.chain.stages[-1] is not self.part.stages[-1]:
+            self.scopes.line("TS_BARRIER")
 
 
 def emit(schedule: KernelSchedule) -> Kernel:

@@ -15,13 +15,14 @@ from ml_dtypes import finfo
 
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
-from ..schedule.kernel_schedule import Item
-from ..schedule.labels import Labels, body_operands, operand_labels
+from ..schedule.kernel_schedule import OUT, Item
+from ..schedule.labels import Labels, body_operands, operand_labels, reads
 from ..schedule.rules import VIEWS, Index
 from ..schedule.storage import HEAVY
 from ..schedule.tile import guess
 from . import contract, tiles
 from .folds import Fold
+from .runs import Runs
 from .text import compute_type, literal
 from .values import compute, declare, evaluate
 
@@ -34,6 +35,7 @@ STRIP = 256  # TS_STRIP of ts_host.h
 TILE = 16  # lanes of one tile of a transpose: a cache line of float32
 NARROW = 16  # rows shorter than this run together, so many at a time
 MAX_ROWS = 5  # TS_ROWS5 is the largest
+ACCESS = 16  # bytes of a GPU thread's widest access
 
 
 class Loops:
@@ -169,10 +171,39 @@ class Loops:
         if self._is_narrow():
             self._map_narrow(kept)
             return
+        width = self._run_width()
+        if width > 1:
+            self.lanes = min(self.lanes, power_of_two(-(-D.static(self.box[self.lane or 0][1]) // width)))
         with self.rows([d for d in kept if d != self.lane], self.lanes), ExitStack() as stack:
-            if self.lane is not None:
+            if width > 1:
+                stack.enter_context(self._run_loop(width))
+            elif self.lane is not None:
                 stack.enter_context(self.lane_loop())
             self._maps(self.index)
+
+    def _run_width(self) -> int:
+        """Neighbours that a thread of a GPU takes at a time: as many as one access holds of the narrowest type."""
+        if self.lane is None or not self.e.kernel.target.row_registers:
+            return 1
+        off, ext = self.box[self.lane]
+        memory = {item.node for item in self.stage.items if item.space == OUT and item.mapped[-1] == self.lane}
+        memory |= {n for item in self.stage.items for n, labels in reads(item, self.e.in_memory)
+                   if labels and labels[-1] == self.lane and n not in self.e.part.slots}
+        width = ACCESS // min((DTYPES[n.dtype].size for n in memory), default=ACCESS)
+        return width if isinstance(ext, int) and ext > 0 and ext % width == 0 and D.mod(off, width) == 0 else 1
+
+    @contextmanager
+    def _run_loop(self, width: int) -> Iterator[None]:
+        """The lane loop, by runs of neighbours."""
+        assert self.lane is not None
+        off, ext = self.box[self.lane]
+        span = f"{self.e.factor(off)}, {self.e.factor(ext)}"
+        with self.scopes.block(f"TS_LANE_RUNS({span}, {self.lanes}, {width})", ("ts_ts_i",)):
+            self.e.runs = Runs(self.e, self.index[self.lane], width)
+            with self.scopes.block(f"TS_RUN_EACH({self._name(self.lane)}, {width})", (f"ts_i{self.lane}",)):
+                yield
+            self.e.runs.finish()
+            self.e.runs = None
 
     def _across(self) -> int | None:
         """The loop along which some operand is contiguous while the lanes jump: the other side of a transpose."""
@@ -493,3 +524,6 @@ def extreme(dtype: str, kind: str) -> str:
     return literal(np.asarray(limits.min if kind == "max" else limits.max, d.numpy)[()], dtype)
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least ``n``."""
+    return 1 << (n - 1).bit_length()

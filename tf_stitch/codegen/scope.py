@@ -54,6 +54,13 @@ class Scopes:
                 return depth
         return 0
 
+    def depth_of_name(self, name: str) -> int | None:
+        """The scope that declares a variable of a value, when it is open."""
+        for depth in range(len(self.stack) - 1, -1, -1):
+            if name in self.stack[depth].values.values():
+                return depth
+        return None
+
     @contextmanager
     def at(self, depth: int) -> Iterator[Scope]:
         """Works in an outer scope for a while; what it opens lies before the inner scopes' text."""

@@ -91,8 +91,42 @@ def _elementwise(e: StageEmitter, node: Node, index: Index) -> str:
     wrapped = wrap(node.op, node.inputs[0].dtype, args) if node.op in ("neg", *_SIGNED) else None
     if wrapped:
         return wrapped
+    if node.op == "div":
+        text = _quotient(e, node, args[1]) or text
+    if node.op == "exp" and not e.kernel.target.is_host and _is_below_max(node.inputs[0]):
+        text = "ts_exp_down({0})"
     text = text.format(*args, T=compute_type(node.dtype))
     return text if node.op in _EXACT else rounded(text, node.dtype)
+
+
+def _quotient(e: StageEmitter, node: Node, divisor: str) -> str | None:
+    """How a GPU divides by what does not change in the loop at hand (a row's sum): the divisor is prepared outside."""
+    depth = e.scopes.depth_of_name(divisor)
+    if e.kernel.target.is_host or compute_type(node.dtype) != "float" or not divisor.isidentifier() or depth is None \
+            or depth == len(e.scopes.stack) - 1:
+        return None
+    name = e.divisors.get(divisor)
+    if name is None:
+        name = e.divisors[divisor] = e.fresh("d")
+        with e.scopes.at(depth):
+            e.scopes.line(f"const ts_divisor_t {name} = ts_divisor({divisor});")
+    return f"ts_divide({{0}}, {name})"
+
+
+def _is_below_max(d: Node) -> bool:
+    """True for x - max(x) along some axes, which is at most 0."""
+    if d.op != "sub":
+        return False
+    x, top = d.inputs
+    if top.op == "broadcast" and top.attrs["axes"] == tuple(range(x.rank)) and top.inputs[0].op == "reshape":
+        source, kept = top.inputs[0].inputs[0], [k for k in range(x.rank) if top.inputs[0].shape[k] != 1]
+    elif top.op == "broadcast":
+        source, kept = top.inputs[0], list(top.attrs["axes"])
+    else:
+        return False
+    return (source.op == "reduce" and source.attrs["kind"] == "max" and source.inputs[0] is x
+            and [k for k in range(x.rank) if k not in source.attrs["axes"] and x.shape[k] != 1]
+            == [k for k in kept if x.shape[k] != 1])
 
 
 def _cast(e: StageEmitter, node: Node, index: Index) -> str:

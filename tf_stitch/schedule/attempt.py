@@ -12,8 +12,9 @@ from ..ir.graph import Node
 from . import rules
 from .domain import Domain, domain
 from .kernel_schedule import OUT, SHARED, Item, Part, Stage
-from .labels import Labels, body_operands, operand_labels
+from .labels import Labels, body_operands, operand_labels, reads
 from .products import block_ns, have_products, is_product
+from .rows import in_registers, row_chains
 from .rules import Box
 from .shared import plan_shared
 from .storage import HEAVY, Storage, weight
@@ -49,7 +50,6 @@ class Attempt:
         self.axes = [a for a in self.by_dim if a is not None]
         self.blocks = D.product(a.count for a in self.axes)
         self.boxes = self._infer()
-        self.reads_of: dict[tuple[Node, bool], list[tuple[Node, Labels | None]]] = {}
         self.part = self._fit()
 
     # --- boxes --------------------------------------------------------------------------------------
@@ -84,7 +84,8 @@ class Attempt:
         droppable = None
         while True:
             stages = self._stages()
-            slots, size = plan_shared(stages, self.boxes)
+            chains = row_chains(stages, self.members, self.target)
+            slots, size = plan_shared(stages, self.boxes, in_registers(chains, stages))
             if guess(size) <= self.target.shared_bytes and (self.target.is_host or isinstance(size, int)):
                 break
             droppable = [n for n in self.storage.droppable() if n in self.kept] if droppable is None else droppable
@@ -95,7 +96,7 @@ class Attempt:
             self.kept.discard(droppable.pop(0))
         cost = self._estimate(stages)
         return Part(self.axes, stages, slots, frozenset(self.kept), frozenset(self.read_back), self.blocks, size, cost,
-                    self.product_ns)
+                    self.product_ns, chains)
 
     def _stages(self) -> list[Stage]:
         self.read_back: set[Node] = set()
@@ -149,28 +150,10 @@ class Attempt:
         if item.space == SHARED or item.node in self.read_back or item.node not in self.home:
             self.home[item.node] = max(k, self.home.get(item.node, 0))
 
-    def _reads(self, item: Item) -> list[tuple[Node, Labels | None]]:
-        """Kept values that an item reads, each with the domain dims that index it (None: by another index)."""
-        found: dict[tuple[Node, Labels | None], None] = {}
-        seen: set[tuple[Node, Labels]] = set()
-        stack: list[tuple[Node, Labels]] = []
-
-        def visit(x: Node, labels: Labels) -> None:
-            if x not in self.members or (x, labels) in seen:
-                return
-            seen.add((x, labels))
-            if x in self.kept:
-                found[(x, labels)] = None
-            else:
-                stack.append((x, labels))
-
-        for x, labels in body_operands(item):
-            visit(x, labels)
-        while stack:
-            n, labels = stack.pop()
-            for x, inner in operand_labels(n, labels):
-                visit(x, inner)
-        return list(found)
+    def _reads(self, item: Item) -> list[tuple[Node, Labels]]:
+        """Kept values that an item reads, each with the domain dims that index it."""
+        found = reads(item, lambda x: x in self.kept or x not in self.members)
+        return [(x, labels) for x, labels in found if x in self.members]
 
     def _drop_local(self, stages: list[Stage]) -> None:
         """A staged value that is only read in its own loop, at the same index, needs no memory."""

@@ -1,7 +1,7 @@
 """What a schedule is: plain data between :mod:`tf_stitch.schedule.build` and :mod:`tf_stitch.codegen`."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..ir.dims import Dim
@@ -58,6 +58,28 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class RowChain:
+    """Consecutive stages of a GPU's block that run row by row: what they hand over of a row stays in registers.
+
+    The rows are all dims but the last of ``stages[0]``; a thread has the same elements of its row in all stages.
+
+    Attributes:
+      stages: over whole rows, or over the rows alone (one value each).
+      held: values and inputs of whole rows that a later stage reads again, and the stage that has them first: every
+        thread keeps its elements.
+      lanes: threads that share a row, a power of two.
+      run: neighbouring elements that a thread takes at a time.
+      short: a thread has few elements of a row: loops over them are unrolled (and arrays of them are registers).
+    """
+
+    stages: tuple[Stage, ...]
+    held: Mapping[Node, int]
+    lanes: int
+    run: int
+    short: bool
+
+
+@dataclass(frozen=True)
 class Slot:
     """Where a staged value lies in shared memory: bytes from the start, box, and the room per dim."""
 
@@ -80,6 +102,7 @@ class Part:
     shared_bytes: Dim
     cost: Dim
     product_ns: float = 0.0  # what a block's products take on a GPU
+    chains: Sequence[RowChain] = ()
 
 
 @dataclass

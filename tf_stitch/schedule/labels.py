@@ -1,6 +1,8 @@
 """Labels: which loop of a stage indexes each dim of what the stage reads (None: an index computed otherwise)."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..ir.graph import Node
 from . import rules
 from .kernel_schedule import Item
@@ -39,3 +41,20 @@ def operand_labels(n: Node, labels: Labels) -> list[tuple[Node, Labels]]:
     for k, there, here in rules.ties(n):
         out[k][there] = labels[here]
     return [(x, tuple(o)) for x, o in zip(n.inputs, out, strict=True)]
+
+
+def reads(item: Item, stop: Callable[[Node], bool]) -> list[tuple[Node, Labels]]:
+    """The nodes that an item reads where ``stop`` holds, each with the domain dims that index it."""
+    found: dict[tuple[Node, Labels], None] = {}
+    seen: set[tuple[Node, Labels]] = set()
+    stack = body_operands(item)
+    while stack:
+        n, labels = stack.pop()
+        if (n, labels) in seen:
+            continue
+        seen.add((n, labels))
+        if stop(n):
+            found[(n, labels)] = None
+        else:
+            stack.extend(operand_labels(n, labels))
+    return list(found)

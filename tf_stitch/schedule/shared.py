@@ -6,7 +6,7 @@ nothing.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ..ir import dims as D
 from ..ir.dims import Dim
@@ -18,9 +18,10 @@ from .rules import Box
 ALIGN = 64
 
 
-def plan_shared(stages: Sequence[Stage], boxes: Mapping[Node, Box]) -> tuple[dict[Node, Slot], Dim]:
-    """A slot for every staged value, and the bytes that a block needs."""
-    life = _lifetimes(stages)
+def plan_shared(stages: Sequence[Stage], boxes: Mapping[Node, Box],
+                elsewhere: Collection[Node] = ()) -> tuple[dict[Node, Slot], Dim]:
+    """A slot for every staged value that is not kept ``elsewhere``, and the bytes that a block needs."""
+    life = {n: span for n, span in _lifetimes(stages).items() if n not in elsewhere}
     placed: list[tuple[int, int, int, int]] = []  # offset, bytes, first stage, last stage
     slots: dict[Node, Slot] = {}
     unknown: list[tuple[Node, Shape, Dim]] = []

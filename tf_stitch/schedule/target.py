@@ -20,6 +20,8 @@ class Target:
       block_work: elements of work that one block should have when there are many blocks.
       cores: cores or multiprocessors that the cost model counts on.
       superkernels: kernels also in a form that takes many requests' problems, library products without an epilogue.
+      row_registers: 32-bit registers of a thread that may hold elements of a row from stage to stage (0: on-chip memory
+        holds them, as on a host, where it is the cache).
     """
 
     name: str
@@ -31,6 +33,7 @@ class Target:
     block_work: int
     cores: int
     superkernels: bool = False
+    row_registers: int = 0
 
     @property
     def is_host(self) -> bool:
@@ -44,7 +47,7 @@ class Target:
 HOST = Target("host", shared_bytes=256 * 1024, vector_bytes=64, threads=1, lanes=1, min_blocks=32,
               block_work=8192, cores=16)
 CUDA = Target("cuda", shared_bytes=36 * 1024, vector_bytes=16, threads=256, lanes=32, min_blocks=264,
-              block_work=8192, cores=132)
+              block_work=8192, cores=132, row_registers=64)
 
 
 def of_options(options: Options) -> Target:

@@ -32,7 +32,8 @@
   }
 #define TS_ENTER(bits)                      \
   typedef ts_index_type<bits>::type ts_idx; \
-  extern __shared__ __align__(64) char ts_shared[];
+  extern __shared__ __align__(64) char ts_shared[]; \
+  __builtin_assume(threadIdx.x < TS_THREADS);
 #define TS_IN(T, name, k) \
   const T* __restrict__ name = (const T*)__builtin_assume_aligned((const void*)ts_p.words[k], 16);
 #define TS_OUT(T, name, k) T* __restrict__ name = (T*)__builtin_assume_aligned((void*)ts_p.words[k], 16);
@@ -46,8 +47,12 @@
 #define TS_GROUP_(L) ((ts_idx)(threadIdx.x / (L)))
 #define TS_GROUPS_(L) ((ts_idx)(TS_THREADS / (L)))
 #define TS_ROWS0(L) if (TS_GROUP_(L) == 0)
-#define TS_ROWS1(i, o, e, L) for (ts_idx i = (o) + TS_GROUP_(L); i < (o) + (e); i += TS_GROUPS_(L))
-#define TS_FLAT_(n, L) for (ts_idx ts_r = TS_GROUP_(L), ts_n = (n); ts_r < ts_n; ts_r += TS_GROUPS_(L))
+// The step is written so that the compiler sees that no group has two of n rows when there are as many groups.
+#define TS_NEXT_(r, n, end, L) ((n) <= TS_GROUPS_(L) ? (end) : (r) + TS_GROUPS_(L))
+#define TS_ROWS1(i, o, e, L) \
+  for (ts_idx i = (o) + TS_GROUP_(L); i < (o) + (e); i = TS_NEXT_(i, (ts_idx)(e), (o) + (e), L))
+#define TS_FLAT_(n, L) \
+  for (ts_idx ts_r = TS_GROUP_(L), ts_n = (n); ts_r < ts_n; ts_r = TS_NEXT_(ts_r, ts_n, ts_n, L))
 #define TS_ROWS2(i, o, e, i1, o1, e1, L) \
   TS_FLAT_((e) * (e1), L) if (const ts_idx i = (o) + ts_r / (e1), i1 = (o1) + ts_r % (e1); true)
 #define TS_ROWS3(i, o, e, i1, o1, e1, i2, o2, e2, L)                                                        \
@@ -99,6 +104,25 @@
   TS_EACH(q, n) if (((base) + q) % (S) == TS_SHARE_(S, W) && ts_t0 + TS_TILE_(S, W) < ts_tn)
 #define TS_TILE_SUM(T, a, q, A, S, W, parts) ts_tile_sum<A, S, W>(a, q, (const T*)(ts_shared + (parts)))
 
+// The same by runs of W neighbours from ts_i on, each of which is loaded or stored at once.
+#define TS_LANE_RUNS(off, ext, L, W) \
+  TS_UNROLL_(unroll 2) for (ts_idx ts_i = (off) + TS_LANE_(L) * (W); ts_i < (off) + (ext); ts_i += (L) * (W))
+#define TS_RUN_EACH(i, W) \
+  TS_UNROLL_(unroll) for (int ts_w = 0; ts_w < (W); ++ts_w) if (const ts_idx i = ts_i + ts_w; true)
+
+// Row chains: every thread has the same elements of a row in all stages, W neighbours at a time: those from ts_i on, j
+// counts them.  Only the last of its turns can reach beyond the row.
+#define TS_ROW_TURNS_(n, L, W) (((n) + (L) * (W) - 1) / ((L) * (W)))
+#define TS_ROW(T, name, n, L, W) T name[TS_ROW_TURNS_(n, L, W) * (W)];
+#define TS_ROW_TURNS(n, L, W)                                                           \
+  TS_UNROLL_(unroll) for (int ts_turn = 0; ts_turn < TS_ROW_TURNS_(n, L, W); ++ts_turn) \
+    if (const ts_idx ts_i = (ts_turn * (L) + TS_LANE_(L)) * (W); (ts_turn + 1) * (L) * (W) <= (n) || ts_i < (n))
+#define TS_LONG_ROW_TURNS(n, L, W) \
+  TS_UNROLL_(unroll 4) for (ts_idx ts_i = TS_LANE_(L) * (W), ts_turn = 0; ts_i < (n); ts_i += (L) * (W))
+#define TS_ROW_EACH(i, j, W)                                  \
+  TS_UNROLL_(unroll) for (int ts_w = 0; ts_w < (W); ++ts_w) \
+    if (const ts_idx i = ts_i + ts_w, j = ts_turn * (W) + ts_w; true)
+
 #define TS_STRIP(L) (L)
 #define TS_STRIP_ROOM(L) 1
 #define TS_SLOT(i, t) 0
@@ -108,8 +132,13 @@
 template <int bits> struct ts_index_type { typedef int64_t type; };
 template <> struct ts_index_type<32> { typedef int32_t type; };
 
-// Folds a value over the L threads of a group; every thread gets the result.  Groups wider than a warp are the
-// whole block, and all its threads must come here.
+// The threads of a group of several warps wait for each other; barrier 0 is the block's.
+template <int L>
+__device__ __forceinline__ void ts_group_barrier() {
+  if constexpr (L == TS_THREADS) __syncthreads();
+  else asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / L + 1), "n"(L) : "memory");
+}
+// Folds a value over the L threads of a group; every thread gets the result.  All threads of the group must come here.
 template <int L, class T, class F>
 __device__ __forceinline__ T ts_join(T x, F f) {
   constexpr int W = L < 32 ? L : 32;
@@ -118,13 +147,13 @@ __device__ __forceinline__ T ts_join(T x, F f) {
   for (int d = W / 2; d; d /= 2) x = f(x, __shfl_xor_sync(mask, x, d));
   if constexpr (L > 32) {
     __shared__ T parts[TS_THREADS / 32];
-    __syncthreads();
+    const int first = threadIdx.x / L * (L / 32);
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = parts[0];
+    ts_group_barrier<L>();
+    x = parts[first];
 #pragma unroll
-    for (int w = 1; w < TS_THREADS / 32; ++w) x = f(x, parts[w]);
-    __syncthreads();
+    for (int w = 1; w < L / 32; ++w) x = f(x, parts[first + w]);
+    ts_group_barrier<L>();
   }
   return x;
 }
@@ -173,8 +202,8 @@ __device__ __forceinline__ T ts_tile_sum(const T (&a)[A], int q, const T* parts)
 }
 template <class T> struct ts_add_op { __device__ T operator()(T a, T b) const { return a + b; } };
 template <class T> struct ts_mul_op { __device__ T operator()(T a, T b) const { return a * b; } };
-template <class T> struct ts_max_op { __device__ T operator()(T a, T b) const { return a > b ? a : b; } };
-template <class T> struct ts_min_op { __device__ T operator()(T a, T b) const { return a < b ? a : b; } };
+template <class T> struct ts_max_op { __device__ T operator()(T a, T b) const { return ts_max(a, b); } };
+template <class T> struct ts_min_op { __device__ T operator()(T a, T b) const { return ts_min(a, b); } };
 template <class T> struct ts_and_op { __device__ T operator()(T a, T b) const { return a & b; } };
 template <class T> struct ts_or_op { __device__ T operator()(T a, T b) const { return a | b; } };
 #define TS_JOIN_(x, L, op) ts_join<L>(x, op<decltype(x)>())

@@ -54,6 +54,15 @@ struct ts_problem {
 #define TS_TILE_OWN(q, base, n, S, W) TS_FOR_(q, 0, n)
 #define TS_TILE_SUM(T, a, q, A, S, W, parts) (a)[q]
 
+// Runs of neighbours and row chains: text of the CUDA target, here with the whole row in one array.
+#define TS_LANE_RUNS(off, ext, L, W) TS_STEPS(ts_i, off, ext, W)
+#define TS_RUN_EACH(i, W) TS_FOR_(ts_w, 0, W) if (const ts_idx i = ts_i + ts_w; true)
+#define TS_ROW(T, name, n, L, W) T name[n];
+#define TS_ROW_TURNS(n, L, W) TS_STEPS(ts_i, 0, n, W)
+#define TS_LONG_ROW_TURNS TS_ROW_TURNS
+#define TS_ROW_EACH(i, j, W) \
+  TS_FOR_(ts_w, 0, W) if (const ts_idx i = ts_i + ts_w, j = i; true)
+
 // Per-lane accumulators: an array of one strip of lanes here, a register of every thread on a GPU.
 #define TS_STRIP(L) 256
 #define TS_STRIP_ROOM(L) 256

@@ -34,8 +34,13 @@ template <class T> TS_FN bool ts_is_finite(T x) { return (x < 0 ? -x : x) < ts_i
 
 // --- exact functions ---------------------------------------------------------------------------------
 
+#if defined(__CUDACC__)
+TS_FN float ts_abs(float x) { return ::fabsf(x); }  // part of the instruction that reads it
+TS_FN double ts_abs(double x) { return ::fabs(x); }
+#else
 TS_FN float ts_abs(float x) { return ts_float_of(ts_bits(x) & 0x7fffffffu); }
 TS_FN double ts_abs(double x) { return ts_double_of(ts_bits(x) & 0x7fffffffffffffffull); }
+#endif
 // |INT_MIN| wraps to INT_MIN, as in TensorFlow.
 template <class T>
 TS_FN T ts_abs(T x) {
@@ -85,7 +90,9 @@ TS_UNARY_LIBM_(ts_rint, rint)
 
 #endif
 
+#if !defined(__CUDACC__)
 TS_FN float ts_rsqrt(float x) { return 1.0f / ts_sqrt(x); }
+#endif
 TS_FN double ts_rsqrt(double x) { return 1.0 / ts_sqrt(x); }
 
 // NaN in either operand gives NaN.  On bool: or, and.
@@ -101,6 +108,13 @@ TS_FN T ts_min(T a, T b) {
   if constexpr (ts_is_real<T>) return a != a ? a : m;
   else return m;
 }
+
+// Many divided by one; a GPU prepares the divisor (ts_device.h).
+#if !defined(__CUDACC__)
+typedef float ts_divisor_t;
+TS_FN ts_divisor_t ts_divisor(float s) { return s; }
+TS_FN float ts_divide(float x, ts_divisor_t s) { return x / s; }
+#endif
 
 // 0 where the divisor is 0, even for NaN / 0.
 template <class T>
@@ -194,6 +208,7 @@ TS_FN T ts_shift_right(T a, T n) { return (T)(a >> ts_shift_count_(n)); }
 
 #define TS_CUDA_UNARY_(name) TS_UNARY_LIBM_(ts_##name, name)
 TS_CUDA_UNARY_(exp)
+TS_FN double ts_exp_down(double x) { return ts_exp(x); }
 TS_CUDA_UNARY_(expm1)
 TS_CUDA_UNARY_(log)
 TS_CUDA_UNARY_(log1p)
@@ -210,15 +225,16 @@ TS_CUDA_UNARY_(asinh)
 TS_CUDA_UNARY_(acosh)
 TS_CUDA_UNARY_(atanh)
 TS_CUDA_UNARY_(erf)
-TS_CUDA_UNARY_(erfc)
+TS_FN double ts_erfc(double x) { return ::erfc(x); }
 TS_BINARY_LIBM_(ts_atan2, atan2)
 TS_BINARY_LIBM_(ts_pow, pow)
 TS_BINARY_LIBM_(ts_fmod, fmod)
 
-template <class T>
-TS_FN T ts_sigmoid(T x) {
-  T e = ts_exp(-ts_abs(x));
-  return (x < T(0) ? e : T(1)) / (T(1) + e);
+#include "ts_device.h"
+
+TS_FN double ts_sigmoid(double x) {
+  double e = ts_exp(-ts_abs(x));
+  return (x < 0.0 ? e : 1.0) / (1.0 + e);
 }
 template <class T>
 TS_FN T ts_softplus(T x) {
@@ -229,6 +245,12 @@ TS_FN T ts_softplus(T x) {
 #else
 
 #include "ts_elementary.h"
+
+// e^x for x <= 0.
+template <class T>
+TS_FN T ts_exp_down(T x) {
+  return ts_exp(x);
+}
 
 #endif
 

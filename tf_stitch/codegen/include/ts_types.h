@@ -65,6 +65,17 @@ TS_FN ts_u64 ts_bits(double x) { return ts_bitcast<ts_u64>(x); }
 TS_FN float ts_float_of(ts_u32 b) { return ts_bitcast<float>(b); }
 TS_FN double ts_double_of(ts_u64 b) { return ts_bitcast<double>(b); }
 
+// --- runs of neighbours ------------------------------------------------------------------------------
+
+// W elements that begin at a multiple of W: accesses of up to 16 bytes.
+template <class T, int W>
+struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) ts_run {
+  T at[W];
+};
+#define TS_RUN(T, name, W) ts_run<T, W> name;
+#define TS_RUN_LOAD(T, name, x, place, W) const ts_run<T, W> name = *(const ts_run<T, W>*)(x + (place));
+#define TS_RUN_STORE(T, name, y, place, W) *(ts_run<T, W>*)(y + (place)) = name;
+
 // --- selects -----------------------------------------------------------------------------------------
 
 // c ? x : y for a condition that is the same in all lanes of a loop.  g++ makes a branch of the plain form, reads
@@ -91,7 +102,25 @@ TS_FN T ts_pick(bool c, T x, T y) {
 
 // --- 16-bit floats -----------------------------------------------------------------------------------
 
+TS_FN float ts_to_float(float x) { return x; }
+TS_FN double ts_to_float(double x) { return x; }
+
 TS_FN float ts_to_float(ts_bfloat16 x) { return ts_float_of((ts_u32)x.bits << 16); }
+
+#if defined(__CUDACC__)
+
+TS_FN float ts_to_float(ts_half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+TS_FN ts_half ts_to_half(float x) {
+  ts_half y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+#else
 
 // Exact.  The exponent is moved by a multiplication by 2^112, which also makes denormals normal; Inf and NaN
 // get the largest exponent.
@@ -107,16 +136,6 @@ TS_FN float ts_to_float(ts_half x) {
   return ts_float_of(bits | sign);
 }
 
-TS_FN float ts_to_float(float x) { return x; }
-TS_FN double ts_to_float(double x) { return x; }
-
-TS_FN ts_bfloat16 ts_to_bfloat16(float x) {
-  ts_u32 b = ts_bits(x);
-  ts_u32 rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
-  ts_u32 nan = (b >> 16) | 0x0040u;
-  return ts_bfloat16{(ts_u16)((b & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
-}
-
 TS_FN ts_half ts_to_half(float x) {
   ts_u32 b = ts_bits(x);
   ts_u32 sign = (b >> 16) & 0x8000u;
@@ -130,6 +149,27 @@ TS_FN ts_half ts_to_half(float x) {
   r = a > 0x7f800000u ? (0x7e00u | ((a >> 13) & 0x3ffu)) : r;
   return ts_half{(ts_u16)(r | sign)};
 }
+
+#endif
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+
+TS_FN ts_bfloat16 ts_to_bfloat16(float x) {
+  ts_bfloat16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+#else
+
+TS_FN ts_bfloat16 ts_to_bfloat16(float x) {
+  ts_u32 b = ts_bits(x);
+  ts_u32 rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+  ts_u32 nan = (b >> 16) | 0x0040u;
+  return ts_bfloat16{(ts_u16)((b & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
+}
+
+#endif
 
 // --- compute types -----------------------------------------------------------------------------------
 
