@@ -182,14 +182,14 @@ class Loops:
             self._maps(self.index)
 
     def _run_width(self) -> int:
-        """Neighbours that a thread of a GPU takes at a time: as many as one access holds of the narrowest type."""
+        """Neighbours that a thread of a GPU takes at a time: as many as one access holds of the widest type."""
         if self.lane is None or not self.e.kernel.target.row_registers:
             return 1
         off, ext = self.box[self.lane]
         memory = {item.node for item in self.stage.items if item.space == OUT and item.mapped[-1] == self.lane}
         memory |= {n for item in self.stage.items for n, labels in reads(item, self.e.in_memory)
                    if labels and labels[-1] == self.lane and n not in self.e.part.slots}
-        width = ACCESS // min((DTYPES[n.dtype].size for n in memory), default=ACCESS)
+        width = ACCESS // max((DTYPES[n.dtype].size for n in memory), default=ACCESS)
         return width if isinstance(ext, int) and ext > 0 and ext % width == 0 and D.mod(off, width) == 0 else 1
 
     @contextmanager

@@ -110,11 +110,11 @@ def _chain(run: Sequence[Stage], members: set[Node], target: Target) -> RowChain
             if i.mapped == whole:
                 spans.setdefault(i.node, [k, k])
     moved |= spans.keys() - made
-    narrowest = min((DTYPES[n.dtype].size for n in moved), default=4)
+    widest = max((DTYPES[n.dtype].size for n in moved), default=4)
     need = {n: span for n, span in spans.items() if span[0] < span[1]}
     while True:
         room = target.row_registers // max(*_words(need, len(run)), 1)
-        lanes, neighbours, elements = _lanes(first, narrowest, room, target)
+        lanes, neighbours, elements = _lanes(first, widest, room, target)
         if elements <= room or not need:
             held = {n: span[0] for n, span in need.items()}
             return RowChain(tuple(run), held, lanes, neighbours, elements <= room)
@@ -129,14 +129,14 @@ def _words(need: dict[Node, list[int]], stages: int) -> list[int]:
     return [sum(max(DTYPES[n.dtype].size // 4, 1) for n, (a, b) in need.items() if a <= k < b) for k in range(stages)]
 
 
-def _lanes(first: Stage, narrowest: int, room: int, target: Target) -> tuple[int, int, int]:
+def _lanes(first: Stage, widest: int, room: int, target: Target) -> tuple[int, int, int]:
     """Threads per row, the neighbours that each takes at a time, and how many elements of a row it has."""
     size = D.static(first.shape[-1])
-    neighbours = math.gcd(size, max(WIDE // narrowest, 1))
+    neighbours = math.gcd(size, WIDE // widest)
     runs = size // neighbours
     rows = max(guess(D.product(ext for _, ext in first.box[:-1])), 1)
     least = max(-(-size // min(max(room, 1), USUAL)), target.threads >> (rows - 1).bit_length(),
-                SEGMENT // (neighbours * narrowest), 1)
+                SEGMENT // (neighbours * widest), 1)
     lanes = min(_power(least), _power(runs), target.threads)
     return lanes, neighbours, -(-runs // lanes) * neighbours
 
