@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,16 @@ from tf_stitch.saved_model import MODEL
 from tf_stitch.serving import load, serve_bench
 from tf_stitch.serving.load import Client, Outcome
 from tf_stitch.serving.plots import plot
-from tf_stitch.serving.policies import POLICIES, Devices, Model, available, expected, open_session, virtual_gpus
+from tf_stitch.serving.policies import (
+    POLICIES,
+    Devices,
+    Model,
+    available,
+    expected,
+    merging,
+    open_session,
+    virtual_gpus,
+)
 
 from .workload import Instance, Params
 from .workloads import REGISTRY
@@ -54,34 +64,52 @@ FLOOD = 4          # requests that a best-effort tenant always has under way
 
 # --- tenants ----------------------------------------------------------------------------------------
 
-def tenants(kinds: Sequence[str], each: int, folder: Path, *, target: str = "auto", slo_ms: float = SLO_MS,
-            say: Callable[[str], None] = print) -> list[Model]:
-    """The models, saved and stitched in ``folder``, with inputs and right answers."""
-    found = []
-    for kind in kinds:
-        begin = time.perf_counter()
-        first = REGISTRY[kind].instance()
-        for k in range(each):
-            found.append(_tenant(first, k, folder, target, slo_ms))
-        say(f"{kind}: {each} tenants made in {time.perf_counter() - begin:.1f} s")
-    return found
+def tenants(kinds: Sequence[str], each: int, folder: Path, policies: Sequence[str] = ("stitched",), *,
+            slo_ms: float = SLO_MS, say: Callable[[str], None] = print) -> list[Model]:
+    """The models, saved in ``folder`` with the copies that the policies serve, their inputs and right answers."""
+    begin = time.perf_counter()
+    models = [_tenant(instance, k, folder, slo_ms) for instance in (REGISTRY[kind].instance() for kind in kinds)
+              for k in range(each)]
+    say(f"{len(models)} tenants saved in {time.perf_counter() - begin:.1f} s")
+    wanted = [(m, policy) for m in models[::each] for policy in policies if policy in COPIES]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda job: _rewrite(job[0], COPIES[job[1]], _copy(job[0], job[1])), wanted))
+    say(f"{len(wanted)} models stitched at {time.perf_counter() - begin:.1f} s")
+    return [_with_copies(m, models[i - i % each], policies) for i, m in enumerate(models)]
 
 
-def _tenant(instance: Instance, k: int, folder: Path, target: str, slo_ms: float) -> Model:
+COPIES = {"stitched": tf_stitch.Options(), "superkernel": tf_stitch.Options(superkernels=True)}
+
+
+def _tenant(instance: Instance, k: int, folder: Path, slo_ms: float) -> Model:
     w = instance.workload
     name = f"{w.name}_{k}"
     _draw_weights(instance, w.seed + k)
-    _save(instance, folder / name)
-    stitched = folder / f"{name}_stitched"
+    _save(instance, folder / name, merged=False)
     if k == 0:
-        tf_stitch.rewrite_saved_model(folder / name, stitched, target=target, verify=False)
-    else:  # the graph is the first one's; only the weights differ
-        shutil.copytree(folder / name, stitched)
-        shutil.copyfile(folder / f"{w.name}_0_stitched" / MODEL, stitched / MODEL)
+        _save(instance, folder / f"{name}_batching", merged=True)
     rng = np.random.default_rng(w.seed + k + 1)
     samples = [{f"x{i}": a for i, a in enumerate(w.inputs(rng, KINDS.get(w.name, 1)))} for _ in range(SAMPLES)]
-    model = Model(folder / name, Client(name, slo_ms, samples), stitched)
+    model = Model(folder / name, Client(name, slo_ms, samples))
     return replace(model, client=replace(model.client, expected=expected(model)))
+
+
+def _copy(model: Model, policy: str) -> Path:
+    return model.folder.with_name(f"{model.folder.name}_{policy}")
+
+
+def _rewrite(model: Model, options: tf_stitch.Options, goal: Path) -> None:
+    tf_stitch.rewrite_saved_model(model.folder, goal, options=options, verify=False)
+
+
+def _with_copies(model: Model, first: Model, policies: Sequence[str]) -> Model:
+    """The model with its copies: graphs are those of the first of its kind, only the weights differ."""
+    copies = {policy: _copy(model, policy) for policy in policies if policy in (*COPIES, "batching")}
+    for policy, folder in copies.items():
+        if not folder.exists():
+            shutil.copytree(model.folder, folder)
+            shutil.copyfile(_copy(first, policy) / MODEL, folder / MODEL)
+    return replace(model, copies=copies)
 
 
 def _draw_weights(instance: Instance, seed: int) -> None:
@@ -91,13 +119,18 @@ def _draw_weights(instance: Instance, seed: int) -> None:
         mine.assign(its)
 
 
-def _save(instance: Instance, folder: Path) -> None:
+def _save(instance: Instance, folder: Path, merged: bool) -> None:
     module = tf.Module()
     module.weights = instance.params.variables
     specs = [tf.TensorSpec(s.shape, s.dtype, f"x{i}") for i, s in enumerate(instance.signature())]
 
+    def flat(*args: tf.Tensor) -> Sequence[tf.Tensor]:
+        return tf.nest.flatten(instance.function(*args))
+
+    function = merging(flat) if merged else flat
+
     def call(*args: tf.Tensor) -> dict[str, tf.Tensor]:
-        return {f"y{i}": y for i, y in enumerate(tf.nest.flatten(instance.function(*args)))}
+        return {f"y{i}": y for i, y in enumerate(function(*args))}
 
     module.call = tf.function(call, autograph=False, input_signature=specs)
     tf.saved_model.save(module, os.fspath(folder), signatures=module.call)
@@ -221,7 +254,7 @@ class Results:
 def _ratios(rows: Sequence[serve_bench.Row]) -> Iterator[str]:
     best = {r.policy: r.outcome for r in rows if r.highest and r.outcome}
     for ours in ("superkernel", "stitched"):
-        for base in ("timeslice", "hyperq", "batching"):
+        for base in ("timeslice", "hyperq", "batching", "processes", "mps"):
             if ours in best and base in best:
                 yield (f"{ours} to {base}: {best[ours].throughput_rps / best[base].throughput_rps:.2f}x the requests, "
                        f"p99 {best[ours].p99_ms:.1f} against {best[base].p99_ms:.1f} ms")
@@ -262,7 +295,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": "python -m models.serving " + " ".join(sys.argv[1:] if argv is None else argv)})
     policies = [p for p in args.policies.split(",") if p]
     with tempfile.TemporaryDirectory(prefix="tf_stitch_tenants_") as temporary:
-        models = tenants(kinds, args.each, Path(temporary), slo_ms=args.slo_ms, say=say)
+        used = {*(policies if "search" in args.parts else ()),
+                *(args.mixed_policies.split(",") if "mixed" in args.parts else ())}
+        models = tenants(kinds, args.each, Path(temporary), sorted(used), slo_ms=args.slo_ms, say=say)
         if "search" in args.parts:
             starts = _starts(args.start)
             for policy in policies:

@@ -366,19 +366,21 @@ def _right_toy(factors: Sequence[float], faulty: bool) -> Callable[[int, Inputs,
     return right
 
 
-def real(folder: Path, kinds: Sequence[str], each: int) -> list[Subject]:
+def real(folder: Path, kinds: Sequence[str], each: int, coalesce: bool) -> list[Subject]:
     """The tenants of models.serving; their weights are the versions."""
     from tf_stitch.serving.policies import expected
 
     from . import serving
 
-    models = serving.tenants(kinds, each, folder)
+    policy = "superkernel" if coalesce else "stitched"
+    models = serving.tenants(kinds, each, folder, (policy,))
     found = []
     for kind in kinds:
         versions = [m for m in models if m.client.name.startswith(f"{kind}_")]
         samples = [s for m in versions for s in m.client.samples]
         answers = [expected(replace(m, client=replace(m.client, samples=samples))) for m in versions]
-        found.append(Subject(kind, [m.stitched for m in versions], _draw_of(samples), _right_of(samples, answers)))
+        folders = [m.copies[policy] for m in versions]
+        found.append(Subject(kind, folders, _draw_of(samples), _right_of(samples, answers)))
     return found
 
 
@@ -413,7 +415,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="tf_stitch_soak_") as temporary:
         folder = Path(temporary)
         with tf_stitch.StitchSession(coalesce=args.coalesce) as session:
-            subjects = toys(folder) if args.tenants == "toys" else real(folder, args.kinds.split(","), args.each)
+            subjects = toys(folder) if args.tenants == "toys" else real(
+                folder, args.kinds.split(","), args.each, session.coalesce)
             report = Soak(session, subjects, args.clients, args.seed).run(args.minutes * 60)
     if threading.active_count() > threads:
         report["problems"].append(f"{threading.active_count() - threads} threads are left.")

@@ -275,7 +275,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--trace", metavar="FILE", help="send these requests (StitchSession.record wrote them)")
     serve.add_argument("--target", type=_above_zero, default=99.0, metavar="PERCENT",
                        help="share of requests within their SLO that the search asks for (default: 99)")
-    serve.add_argument("--policies", metavar="LIST", help="timeslice,hyperq,batching,stitched,superkernel (default)")
+    serve.add_argument("--policies", metavar="LIST", help="of timeslice,hyperq,batching,"
+                       "stitched,superkernel (default: these) and processes,mps")
     serve.add_argument("--seconds", type=_above_zero, default=2.0, metavar="S", help="of each load (default: 2)")
     serve.add_argument("--batch", type=_positive, default=1, metavar="N", help="size of unknown dims of drawn inputs")
     serve.add_argument("--threads", type=_positive, default=2, metavar="N", help="that submit requests (default: 2)")

@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +15,10 @@ import tensorflow as tf
 
 from tf_stitch import cli
 from tf_stitch.errors import OptionError
-from tf_stitch.serving import load, serve_bench
+from tf_stitch.serving import load, processes, serve_bench
 from tf_stitch.serving.load import Client, Outcome
 from tf_stitch.serving.policies import POLICIES, Devices, Model, batched, open_session
+from tf_stitch.serving.processes import ProcessError
 from tf_stitch.serving.recording import Event, read_trace, write_trace
 from tf_stitch.serving.search import highest_rate
 
@@ -223,6 +226,29 @@ def test_benchmark_at_given_rates(models):
         assert o.worst_error < 1e-5 and 0 < o.p50_ms <= o.p95_ms <= o.p99_ms
         assert set(o.by_client) == {"m1", "m2"}
         assert json.loads(json.dumps(row.as_json()))["throughput_rps"] > 50
+
+
+@pytest.mark.slow
+def test_a_process_for_each_model(models):
+    plan = serve_bench.Plan(policies=("processes", "mps"), seconds=0.2, rates=(50.0,))
+    alone, mps = serve_bench.run(models, plan, Devices())
+    assert alone.outcome.answered == alone.outcome.requests > 5
+    assert alone.outcome.wrong == alone.outcome.failed == 0 and alone.outcome.worst_error < 1e-5
+    assert all(c["throughput_rps"] > 0 for c in alone.outcome.by_client.values())
+    assert mps.outcome is not None or "MPS cannot be started" in mps.skipped
+
+
+def test_a_process_that_fails():
+    mine, its = multiprocessing.Pipe()
+    alive, dead = SimpleNamespace(is_alive=lambda: True), SimpleNamespace(is_alive=lambda: False)
+    its.send("OptionError: no such model")
+    with pytest.raises(ProcessError, match="failed: OptionError: no such model"):
+        processes._receive(mine, alive)
+    with pytest.raises(ProcessError, match="ended early"):
+        processes._receive(mine, dead)
+    its.close()
+    with pytest.raises(ProcessError, match="ended early"):
+        processes._receive(mine, alive)
 
 
 def test_benchmark_notices_wrong_answers(models):

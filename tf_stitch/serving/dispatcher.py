@@ -65,6 +65,7 @@ class Tenant:
         self.running = 0
         self.outstanding = 0  # taken and not settled
         self.removed = False
+        self.changing = threading.Lock()  # held while another version is made
 
 
 class Dispatcher:
@@ -230,14 +231,19 @@ class Dispatcher:
 
     # --- control ------------------------------------------------------------------------------------
 
-    def swap(self, tenant: Tenant, model: ServedModel) -> ServedModel:
-        """New requests go to ``model``; the old version is returned, and closed when its last request is answered."""
+    def swap(self, tenant: Tenant, model: ServedModel) -> bool:
+        """New requests go to ``model``; the old version is closed when its last request is answered.
+
+        False, and nothing was done, when the tenant was removed.
+        """
         with self._lock:
+            if tenant.removed:
+                return False
             old, tenant.model = tenant.model, model
             close = self._retire(old)
         if close:
             old.close()
-        return old
+        return True
 
     def remove(self, tenant: Tenant, timeout_s: float | None) -> bool:
         """Takes no further requests of a tenant and waits for those it has; False when some are left.

@@ -141,6 +141,25 @@ class Outcome:
     first_error: str = ""
 
 
+@dataclass
+class Measured:
+    """What happened to each request of a load.
+
+    Attributes:
+      sent, done: when it was submitted and answered, in seconds from the load's beginning (infinite: it was not).
+      errors: by request, whether it was rejected (else: failed), and the message.
+      wrong, worst_error: as in Outcome.
+      finished: when the load was over.
+    """
+
+    sent: np.ndarray
+    done: np.ndarray
+    errors: dict[int, tuple[bool, str]]
+    wrong: int
+    worst_error: float
+    finished: float
+
+
 def run(submit: Submit, clients: Sequence[Client], arrivals: Arrivals, *, threads: int = 2, warm: float = 0.0
         ) -> Outcome:
     """Sends a load and waits for its answers.
@@ -150,24 +169,51 @@ def run(submit: Submit, clients: Sequence[Client], arrivals: Arrivals, *, thread
       threads: that submit.
       warm: seconds at the beginning whose requests are sent but not counted.
     """
-    load = _Load(submit, clients, arrivals)
+    return summary(clients, arrivals, measure(submit, clients, arrivals, time.perf_counter() + 0.01, threads), warm)
+
+
+def measure(submit: Submit, clients: Sequence[Client], arrivals: Arrivals, begin: float, threads: int = 2) -> Measured:
+    """Sends a load from ``begin`` on (by time.perf_counter, which all processes of a machine share)."""
+    load = _Load(submit, clients, arrivals, begin)
     workers = [threading.Thread(target=load.send, args=(i, threads), daemon=True) for i in range(threads)]
-    load.begin = time.perf_counter() + 0.01
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     load.settle(GRACE * max(c.slo_ms for c in clients) / 1e3)
-    return load.outcome(warm)
+    return load.measured()
+
+
+def summary(clients: Sequence[Client], arrivals: Arrivals, measured: Measured, warm: float) -> Outcome:
+    """What a load gave, from what happened to each request; requests of the first ``warm`` seconds do not count."""
+    times, who, done = arrivals.times, arrivals.clients, measured.done
+    counted = times >= warm
+    answered = counted & np.isfinite(done)
+    latency = (done - times) * 1e3
+    limits = np.array([c.slo_ms for c in clients])[who]
+    promised = counted & ~np.array([c.best_effort for c in clients])[who]
+    judged = promised if promised.any() else counted
+    errors = [error for i, error in measured.errors.items() if counted[i]]
+    rejected = sum(was_rejected for was_rejected, _ in errors)
+    last = float(done[answered].max()) if answered.any() else measured.finished
+    seconds = max(max(last, arrivals.seconds) - warm, 1e-9)
+    p50, p95, p99 = _percentiles(latency[judged])
+    return Outcome(
+        offered_rps=arrivals.rate, throughput_rps=float(answered.sum() / seconds),
+        slo_attainment=float((latency[judged] <= limits[judged]).mean()) if judged.any() else 0.0, p50_ms=p50,
+        p95_ms=p95, p99_ms=p99, requests=int(counted.sum()), answered=int(answered.sum()), rejected=rejected,
+        failed=len(errors) - rejected, unanswered=int((counted & ~answered).sum()) - len(errors), wrong=measured.wrong,
+        worst_error=measured.worst_error, lateness_p99_ms=float(np.percentile(measured.sent - times, 99) * 1e3),
+        by_client={c.name: _summary(latency[counted & (who == i)], c.slo_ms, seconds) for i, c in enumerate(clients)},
+        first_error=errors[0][1] if errors else "")
 
 
 class _Load:
     """One load on its way."""
 
-    def __init__(self, submit: Submit, clients: Sequence[Client], arrivals: Arrivals) -> None:
+    def __init__(self, submit: Submit, clients: Sequence[Client], arrivals: Arrivals, begin: float) -> None:
         count = len(arrivals.times)
-        self.submit, self.clients, self.arrivals = submit, clients, arrivals
-        self.begin = 0.0
+        self.submit, self.clients, self.arrivals, self.begin = submit, clients, arrivals, begin
         self.sent, self.done = np.full(count, np.inf), np.full(count, np.inf)
         self.futures: list[Future[Any] | None] = [None] * count
         self.errors: dict[int, BaseException] = {}
@@ -181,11 +227,10 @@ class _Load:
         names, samples = [c.name for c in self.clients], [c.samples for c in self.clients]
         clock, sleep, begin, submit, sent = time.perf_counter, time.sleep, self.begin, self.submit, self.sent
         for i in range(first, len(times), step):
-            due = begin + times[i]
-            left = due - clock()
+            left = begin + times[i] - clock()
             if left > 0:
                 sleep(left)
-            sent[i] = clock()
+            sent[i] = clock() - begin
             try:
                 future = submit(names[who[i]], samples[who[i]][which[i]])
             except tf.errors.OpError as error:
@@ -196,41 +241,14 @@ class _Load:
 
     def settle(self, seconds: float) -> None:
         """Waits for answers; what has none by then is cancelled."""
-        late = [f for f in self.futures if f is not None]
-        for future in wait(late, seconds).not_done:
+        for future in wait([f for f in self.futures if f is not None], seconds).not_done:
             future.cancel()
-        self.finished = time.perf_counter()
 
-    def outcome(self, warm: float) -> Outcome:
-        times, who = self.arrivals.times, self.arrivals.clients
-        counted = times >= warm
-        answered = np.isfinite(self.done)
-        due = times + self.begin
-        latency = (self.done - due) * 1e3
-        limits = np.array([c.slo_ms for c in self.clients])[who]
-        promised = counted & ~np.array([c.best_effort for c in self.clients])[who]
-        errors = [e for i, e in self.errors.items() if counted[i]]
-        rejected = sum(isinstance(e, tf.errors.ResourceExhaustedError) for e in errors)
-        wrong, worst = self._judge()
-        seconds = max(self._last_answer(counted & answered) - self.begin - warm, 1e-9)
-        by_client = {c.name: _summary(latency[counted & (who == i)], c.slo_ms, seconds)
-                     for i, c in enumerate(self.clients)}
-        whole = promised if promised.any() else counted
-        p50, p95, p99 = _percentiles(latency[whole])
-        return Outcome(
-            offered_rps=self.arrivals.rate, throughput_rps=float((counted & answered).sum() / seconds),
-            slo_attainment=float((latency[whole] <= limits[whole]).mean()) if whole.any() else 0.0, p50_ms=p50,
-            p95_ms=p95, p99_ms=p99, requests=int(counted.sum()), answered=int((counted & answered).sum()),
-            rejected=rejected, failed=len(errors) - rejected,
-            unanswered=int((counted & ~answered).sum()) - len(errors), wrong=wrong, worst_error=worst,
-            lateness_p99_ms=float(np.percentile(self.sent - due, 99) * 1e3), by_client=by_client,
-            first_error=str(errors[0]) if errors else "")
+    def measured(self) -> Measured:
+        errors = {i: (isinstance(e, tf.errors.ResourceExhaustedError), str(e)[:500]) for i, e in self.errors.items()}
+        return Measured(self.sent, self.done, errors, *self._judged(), time.perf_counter() - self.begin)
 
-    def _last_answer(self, which: np.ndarray) -> float:
-        last = float(self.done[which].max()) if which.any() else self.finished
-        return max(last, self.begin + self.arrivals.seconds)
-
-    def _judge(self) -> tuple[int, float]:
+    def _judged(self) -> tuple[int, float]:
         """How many of the answers that were kept are wrong, and the worst error."""
         wrong, worst = 0, 0.0
         for i, answer in self.kept.items():
@@ -257,7 +275,7 @@ class _Note:
         if error is not None:
             self.load.errors[self.index] = error
             return
-        self.load.done[self.index] = now
+        self.load.done[self.index] = now - self.load.begin
         if self.index in self.load.checked:
             self.load.kept[self.index] = future.result()
         self.load.futures[self.index] = None  # the answer itself is not needed any more

@@ -1,20 +1,22 @@
-"""The ways of sharing a device that serve-bench compares; each is a StitchSession with other settings.
+"""The ways of sharing a device that serve-bench compares.
 
     timeslice    one request at a time, in the order of arrival: one session behind a lock
     hyperq       a thread for each model, and on a GPU a stream and memory of its own (a virtual device)
+    processes    a process for each model; the driver switches between them (processes.py)
+    mps          the same under NVIDIA's Multi-Process Service, which lets them run side by side
     batching     TensorFlow's BatchFunction: requests of one model are merged
     stitched     stitched models, side by side
     superkernel  stitched models, with the kernels of concurrent requests packed by the scheduler
-    mps          a process for each model under NVIDIA's Multi-Process Service (mps.py)
 
-The first three run the models as TensorFlow made them.
+All but the last two run the models as TensorFlow made them.
 """
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,29 @@ import tensorflow as tf
 from .. import saved_model
 from ..errors import OptionError
 from . import scheduler
-from .load import Client
+from .load import Client, Inputs
 from .session import StitchSession
 
 POLICIES = ("timeslice", "hyperq", "batching", "stitched", "superkernel")
+OTHERS = ("processes", "mps")  # take longer to start
 THREADS = 128            # of the policies that may have many requests at once
-BATCH, BATCH_WAIT_US, BATCH_THREADS = 64, 1000, 4  # of BatchFunction, per model
+LOADERS = 8              # models that are loaded at a time
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)  # that BatchFunction pads to, in requests' rows
+BATCH_WAIT_US, BATCH_THREADS = 1000, 4  # of each model
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model under load: where it lies, its client, and where its stitched copy lies (None: made when needed)."""
+    """A model under load: where it lies, and its client.
+
+    ``copies``: folders of what a policy serves instead, by policy ("stitched", "superkernel", "batching"); what is not
+    there is made when it is needed.
+    """
 
     folder: Path
     client: Client
-    stitched: Path | None = None
     signature: str | None = None
+    copies: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,10 +58,12 @@ class Devices:
     Attributes:
       gpus: virtual GPUs of this process: 0 for the policies that share one, 1, 2, ... for hyperq's models.
       config: a ConfigProto that says so (None on a machine without a GPU).
+      memory_mb: of each.
     """
 
     gpus: int = 0
     config: Any = None
+    memory_mb: int = 0
 
     @property
     def shared(self) -> str | None:
@@ -86,7 +97,7 @@ def virtual_gpus(count: int, memory_mb: int) -> Devices:
     config = config_pb2.ConfigProto()
     config.gpu_options.visible_device_list = "0"
     config.gpu_options.experimental.virtual_devices.add(memory_limit_mb=limits)
-    return Devices(count + 1, config)
+    return Devices(count + 1, config, memory_mb)
 
 
 def open_session(policy: str, models: Sequence[Model], devices: Devices, work: Path, *,
@@ -96,13 +107,13 @@ def open_session(policy: str, models: Sequence[Model], devices: Devices, work: P
     Raises OptionError for another policy, SchedulerError when the op library cannot coalesce.
     """
     if policy not in POLICIES:
-        raise OptionError(f"Policy '{policy}' is not known; use {', '.join(POLICIES)}.")
+        raise OptionError(f"Policy '{policy}' is not known; use {', '.join((*POLICIES, *OTHERS))}.")
     count = {"timeslice": 1, "hyperq": len(models)}.get(policy, threads)
     session = StitchSession(coalesce=policy == "superkernel", threads=count, reserve=0, config=devices.config,
                             scheduler_options=scheduler_options)
     try:
-        for i, model in enumerate(models):
-            _add(session, policy, i, model, devices, work)
+        with ThreadPoolExecutor(LOADERS) as pool:
+            list(pool.map(lambda i: _add(session, policy, i, models[i], devices, work), range(len(models))))
     except BaseException:
         session.close(0)
         raise
@@ -115,43 +126,57 @@ def available(policy: str) -> bool:
 
 
 def _add(session: StitchSession, policy: str, index: int, model: Model, devices: Devices, work: Path) -> None:
-    client = model.client
+    client, folder = model.client, model.copies.get(policy, model.folder)
     own_way = policy in ("stitched", "superkernel")
-    folder = model.folder
-    if policy == "batching":
+    if policy == "batching" and policy not in model.copies:
         folder = work / f"batching_{client.name}"
         batched(model, folder)
-    elif own_way and model.stitched is not None:
-        folder = model.stitched
     session.add(
         client.name, folder, stitch=own_way, verify=False, signature=None if policy == "batching" else model.signature,
         # without an SLO, requests of one priority go in the order in which they came
         slo_ms=client.slo_ms if own_way else None,
         priority="best_effort" if own_way and client.best_effort else "latency",
-        max_in_flight=1 if policy == "hyperq" else None, max_queue=100_000, warmup=client.samples[:1],
+        max_in_flight=1 if policy == "hyperq" else None, max_queue=100_000,
+        warmup=_of_every_size(client.samples[0]) if policy == "batching" else client.samples[:1],
         device=devices.own(index) if policy == "hyperq" else devices.shared)
 
 
+def _of_every_size(sample: Inputs) -> list[Inputs]:
+    """A request of each batch size that BatchFunction pads to."""
+    rows = max((np.shape(v)[0] for v in sample.values() if np.ndim(v)), default=1)
+    sizes = [size for size in BATCH_SIZES if size >= rows] or [rows]
+    return [{k: np.resize(v, (size, *np.shape(v)[1:])) for k, v in sample.items()} for size in sizes]
+
+
+def merging(function: Callable[..., Sequence[tf.Tensor]]) -> Callable[..., Sequence[tf.Tensor]]:
+    """A function whose concurrent calls BatchFunction merges along the first dim of every argument and result."""
+    merged = tf.nondifferentiable_batch_function(
+        BATCH_THREADS, BATCH_SIZES[-1], BATCH_WAIT_US, allowed_batch_sizes=list(BATCH_SIZES),
+        max_enqueued_batches=10_000)(lambda *args: list(function(*args)))
+
+    def call(*args: tf.Tensor) -> Sequence[tf.Tensor]:
+        with tf.device("/CPU:0"):  # merging is on the host; the model's own nodes run where they are put
+            results = merged(*args)
+        return results if isinstance(results, (list, tuple)) else [results]
+
+    return call
+
+
 def batched(model: Model, folder: Path) -> None:
-    """Writes a copy of a model whose requests BatchFunction merges along their first dim."""
+    """Writes a copy of a model whose requests BatchFunction merges."""
     loaded = saved_model.load(model.folder)
     signature = saved_model.signature_of(loaded, model.signature or "serving_default")
     specs = dict(sorted(signature.structured_input_signature[1].items()))
     outputs = sorted(signature.structured_outputs)
 
-    @tf.nondifferentiable_batch_function(BATCH_THREADS, BATCH, BATCH_WAIT_US, max_enqueued_batches=10_000)
-    def merged(*args: Any) -> Any:
+    def of_model(*args: tf.Tensor) -> list[tf.Tensor]:
         results = signature(**dict(zip(specs, args)))
         return [results[k] for k in outputs]
 
-    def call(*args: Any) -> dict[str, Any]:
-        with tf.device("/CPU:0"):  # merging is; the model's own nodes run where they are put
-            results = merged(*args)
-        return dict(zip(outputs, results if isinstance(results, (list, tuple)) else [results]))
-
+    merged = merging(of_model)
     module = tf.Module()
     module.loaded = loaded
-    module.call = tf.function(call, autograph=False, input_signature=[
+    module.call = tf.function(lambda *args: dict(zip(outputs, merged(*args))), autograph=False, input_signature=[
         tf.TensorSpec(s.shape, s.dtype, name) for name, s in specs.items()])
     shutil.rmtree(folder, ignore_errors=True)
     tf.saved_model.save(module, os.fspath(folder), signatures=module.call)

@@ -15,7 +15,8 @@ from rich.table import Table
 from ..errors import OptionError, StitchError
 from . import load
 from .load import Client, Outcome
-from .policies import POLICIES, Devices, Model, available, expected, open_session, virtual_gpus
+from .policies import OTHERS, POLICIES, Devices, Model, available, expected, open_session, virtual_gpus
+from .processes import ProcessPerModel
 from .recording import Event, read_trace
 from .search import Found, highest_rate
 
@@ -108,12 +109,12 @@ def _of_policy(policy: str, models: Sequence[Model], plan: Plan, devices: Device
         return
     say(f"{policy}: loading {len(models)} models")
     try:
-        session = open_session(policy, models, devices, work, scheduler_options=plan.scheduler)
+        server = serve(policy, models, devices, work, plan.scheduler)
     except StitchError as error:
         yield Row(policy, len(models), skipped=str(error))
         return
-    with contextlib.closing(session):
-        bench = _Bench(policy, session, [m.client for m in models], plan, say)
+    with contextlib.closing(server):
+        bench = _Bench(policy, server, [m.client for m in models], plan, say)
         for rate in plan.rates:
             yield bench.row(bench.probe(rate))
         if not plan.rates:
@@ -123,11 +124,44 @@ def _of_policy(policy: str, models: Sequence[Model], plan: Plan, devices: Device
                 yield bench.row(bench.probe(common))
 
 
-class _Bench:
-    """Loads for one session."""
+def serve(policy: str, models: Sequence[Model], devices: Devices, work: Path,
+          scheduler_options: Mapping[str, Any] | None = None) -> Any:
+    """What serves the models and takes loads: an object with ``load``, ``launches`` and ``close``.
 
-    def __init__(self, policy: str, session: Any, clients: Sequence[Client], plan: Plan, say: Say) -> None:
-        self.policy, self.session, self.clients, self.plan, self.say = policy, session, clients, plan, say
+    Raises StitchError when the policy cannot be had here.
+    """
+    if policy in OTHERS:
+        return ProcessPerModel(models, mps=policy == "mps", memory_mb=devices.memory_mb)
+    return InProcess(open_session(policy, models, devices, work, scheduler_options=scheduler_options), models)
+
+
+class InProcess:
+    """A session that takes loads."""
+
+    def __init__(self, session: Any, models: Sequence[Model]) -> None:
+        self.session, self._clients = session, [m.client for m in models]
+
+    def load(self, arrivals: load.Arrivals, threads: int, warm: float) -> Outcome:
+        """Sends a load; see load.run."""
+        outcome = load.run(self.session.submit, self._clients, arrivals, threads=threads, warm=warm)
+        self.session.drain()
+        self.session.resume()
+        return outcome
+
+    def launches(self) -> tuple[float, float] | None:
+        """(superkernels, steps in them) of the scheduler so far; None without it."""
+        devices = self.session.stats()["scheduler"].get("devices")
+        return (sum(d["superkernels"] for d in devices), sum(d["steps"] for d in devices)) if devices else None
+
+    def close(self) -> None:
+        self.session.close()
+
+
+class _Bench:
+    """Loads for one server."""
+
+    def __init__(self, policy: str, server: Any, clients: Sequence[Client], plan: Plan, say: Say) -> None:
+        self.policy, self.server, self.clients, self.plan, self.say = policy, server, clients, plan, say
         self._factor: float | None = None
 
     def probe(self, rate: float) -> Outcome:
@@ -139,12 +173,12 @@ class _Bench:
             seconds = max(plan.seconds, min(LEAST_REQUESTS / rate, 3 * plan.seconds))
             warm = 0.1 * seconds
             arrivals = load.poisson(self.clients, rate, seconds + warm, plan.seed)
-        before = _launches(self.session) or (0, 0)
-        outcome = load.run(self.session.submit, self.clients, arrivals, threads=plan.threads, warm=warm)
-        after = _launches(self.session)
-        self._factor = (after[1] - before[1]) / max(1, after[0] - before[0]) if after else None
-        self.session.drain()
-        self.session.resume()
+        before = self.server.launches()
+        outcome = self.server.load(arrivals, plan.threads, warm)
+        after = self.server.launches()
+        if after:
+            launches, steps = (b - a for a, b in zip(before or (0, 0), after))
+            self._factor = steps / max(1, launches)
         self.say(f"{self.policy} at {rate:.4g}: {_line(outcome)}")
         return outcome
 
@@ -171,12 +205,6 @@ def _line(o: Outcome) -> str:
             f"{o.lateness_p99_ms:.2f} ms late at p99")
     return text + (f", {o.wrong} WRONG" if o.wrong else "") + (f", {o.failed} failed: {o.first_error[:200]}"
                                                                if o.failed else "")
-
-
-def _launches(session: Any) -> tuple[float, float] | None:
-    """(superkernels, steps in them) of the scheduler so far."""
-    devices = session.stats()["scheduler"].get("devices")
-    return (sum(d["superkernels"] for d in devices), sum(d["steps"] for d in devices)) if devices else None
 
 
 def _finite(value: Any) -> Any:
@@ -247,9 +275,9 @@ def plan_of(args: Any) -> Plan:
     trace = read_trace(args.trace) if args.trace else ()
     rates = args.rate or ([1.0] if trace else [])
     policies = args.policies.split(",") if args.policies else POLICIES
-    unknown = sorted(set(policies) - set(POLICIES))
+    unknown = sorted(set(policies) - {*POLICIES, *OTHERS})
     if unknown:
-        raise OptionError(f"Policy '{unknown[0]}' is not known; use {', '.join(POLICIES)}.")
+        raise OptionError(f"Policy '{unknown[0]}' is not known; use {', '.join((*POLICIES, *OTHERS))}.")
     return Plan(policies=policies, seconds=args.seconds, rates=rates, trace=trace, target=args.target / 100,
                 threads=args.threads, seed=args.seed)
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import os
 import shutil
 import tempfile
@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ from .model import ServedModel, is_stitched
 from .recording import Recorder
 from .sources import save_function, stitched_copy
 from .v1 import V1Session
-
-log = logging.getLogger("tf_stitch")
 
 PRIORITIES = ("latency", "best_effort")
 WARMUP_RUNS = 3  # of each request: a CUDA graph is recorded on the second run of a shape
@@ -69,9 +68,13 @@ class StitchSession:
         runtime.load()
         _grow_memory()
         self.coalesce = scheduler.available() if coalesce is None else coalesce
-        self._options, self._target, self._config = options, target, config
+        self._options = Options.of(options)
+        if self.coalesce:  # kernels that concurrent requests can share
+            self._options = replace(self._options, superkernels=True)
+        self._target, self._config = target, config
         self._tenants: dict[str, Tenant] = {}
-        self._changes = threading.RLock()  # add, swap, remove, close: one at a time
+        self._changes = threading.RLock()  # of what follows
+        self._adding: set[str] = set()
         self._dispatcher = Dispatcher(threads, threads // 4 if reserve is None else reserve)
         self._recorder: Recorder | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="tf_stitch_session_"))
@@ -117,22 +120,28 @@ class StitchSession:
         Raises OptionError, SavedModelError, VerifyError.
         """
         entitled = _entitled(slo_ms, priority, weight, max_in_flight, max_queue)
+        slo_s = None if slo_ms is None else slo_ms / 1e3
         with self._changes:
             self._check_open()
-            if name in self._tenants:
+            if name in self._tenants or name in self._adding:
                 raise OptionError(f"Tenant '{name}' is there already; swap() gives it another version of its model.")
+            self._adding.add(name)
             device = self._next_device() if device is None else device
-            key = scheduler.add_tenant(name, entitled) if self.coalesce else name
-            try:
-                loaded = self._warmed(key, model, signature, device, stitch, verify, input_signature, warmup)
-            except BaseException:
+        try:
+            with contextlib.ExitStack() as undo:
+                key = scheduler.add_tenant(name, entitled) if self.coalesce else name
                 if self.coalesce:
-                    scheduler.remove_tenant(key)
-                raise
-            slo_s = None if slo_ms is None else slo_ms / 1e3
-            self._tenants[name] = Tenant(
-                name, key, loaded, slo_s=slo_s, best_effort=priority == "best_effort",
-                max_in_flight=max_in_flight or self._dispatcher.threads, max_queue=max_queue)
+                    undo.callback(scheduler.remove_tenant, key)
+                loaded = self._warmed(key, model, signature, device, stitch, verify, input_signature, warmup)
+                undo.callback(loaded.close)
+                with self._changes:
+                    self._check_open()
+                    self._tenants[name] = Tenant(
+                        name, key, loaded, slo_s=slo_s, best_effort=priority == "best_effort",
+                        max_in_flight=max_in_flight or self._dispatcher.threads, max_queue=max_queue)
+                undo.pop_all()
+        finally:
+            self._adding.discard(name)
 
     def swap(self, name: str, model: str | os.PathLike[str] | Callable[..., Any], *, signature: str | None = None,
              stitch: bool = True, verify: bool = True, input_signature: Sequence[tf.TensorSpec] | None = None,
@@ -142,11 +151,13 @@ class StitchSession:
         Requests that were taken before end on the old version, later ones run the new one.  When anything fails, the
         old version stays.  Arguments as in :meth:`add`.
         """
-        with self._changes:
-            tenant = self._tenant(name)
+        tenant = self._tenant(name)
+        with tenant.changing:
             loaded = self._warmed(tenant.key, model, signature or tenant.model.default, tenant.model.device, stitch,
                                   verify, input_signature, warmup)
-            self._dispatcher.swap(tenant, loaded)
+            if not self._dispatcher.swap(tenant, loaded):
+                loaded.close()
+                raise OptionError(f"Tenant '{name}' was removed meanwhile.")
 
     def remove(self, name: str, timeout_s: float | None = None) -> bool:
         """Takes no further requests of a tenant, waits for those that it has, and forgets it.
@@ -155,7 +166,7 @@ class StitchSession:
         """
         with self._changes:
             tenant = self._tenant(name)
-            del self._tenants[name]
+            del self._tenants[name]  # a swap that is under way finds it removed
         done = self._dispatcher.remove(tenant, timeout_s)
         if self.coalesce:
             scheduler.remove_tenant(tenant.key)
@@ -355,6 +366,7 @@ def _end(dispatcher: Dispatcher, tenants: dict[str, Tenant], folder: Path, coale
     dispatcher.drain(0)
     dispatcher.close(5.0)
     for tenant in tenants.values():
+        dispatcher.remove(tenant, 0)
         tenant.model.close()
         if coalesce:
             scheduler.remove_tenant(tenant.key)

@@ -48,12 +48,11 @@ def _concrete(function: Any, input_signature: Sequence[tf.TensorSpec] | None) ->
     return function.get_concrete_function()
 
 
-def stitched_copy(source: Path, options: Options | None, target: str, verify: bool, parent: Path | None) -> Path:
+def stitched_copy(source: Path, options: Options, target: str, verify: bool, parent: Path | None) -> Path:
     """A stitched copy of a SavedModel: in ``parent``, else in the cache folder, where it is made only once.
 
     Raises what rewrite_saved_model raises.
     """
-    options = options or Options()
     if target != "auto":
         options = replace(options, target=target)
     if parent is not None:
