@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from . import codegen
+from . import codegen, plans
 from .codegen.kernel import INDEX_LIMIT, WITH_MANY, Kernel
+from .codegen.unit import SEPARATOR
 from .fusion.columns import split_columns
 from .fusion.library import MatmulCall, prepare_dots
 from .fusion.planner import plan_scheduled, view_source
@@ -80,8 +81,11 @@ def compile_texts(texts: Sequence[str], options: Options, tell: Progress,
 
 
 def build_program(graph: Graph, target: Target) -> Program:
-    """A program without machine code: its text is what both targets' compilers read."""
-    return lay_out(graph, target)[0]
+    """A program without machine code: its text is what both targets' compilers read.
+
+    It comes from the cache on disk where that holds it.
+    """
+    return plans.remembered(graph, target, lambda: lay_out(graph, target)[0])
 
 
 def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel]]:
@@ -96,7 +100,7 @@ def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel]]:
 
 def join_texts(kernels: Iterable[Kernel]) -> str:
     """One text with every kernel once."""
-    return "\n".join({k.name: k.text for k in kernels}.values())
+    return SEPARATOR.join({k.name: k.text for k in kernels}.values())
 
 
 def make_kernels(graph: Graph, target: Target) -> list[Kernel | MatmulCall]:

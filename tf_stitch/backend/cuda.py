@@ -11,13 +11,16 @@ import ctypes
 import functools
 import glob
 import importlib.util
+import logging
 import os
 import re
 import shutil
 import statistics
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,11 @@ from ..errors import CompileError, DeviceError
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program
+from . import pieces
 from .cache import Cache, first_error, key_of
-from .host import bind, call_library
+from .host import bind, call_library, usable_cores
+
+log = logging.getLogger("tf_stitch")
 
 PTX = Cache("cuda", ".ptx")
 CUBIN = Cache("cuda", ".cubin")
@@ -50,12 +56,11 @@ def compile_text(text: str, targets: Sequence[str] = DEFAULT_TARGETS) -> dict[st
     ``text`` is the kernels' text without headers.  Code comes from the cache where it holds it.  Raises CompileError
     with the compiler's first error line.
     """
-    source = translation_unit(text, "cuda")
     compiler = find_compiler()
     out: dict[str, bytes] = {}
     for target in dict.fromkeys(targets):
         kind, number = _parse(target)
-        out[target] = compiler.ptx(source, number) if kind == "compute" else compiler.cubin(source, number)
+        out[target] = compiler.ptx(text, number) if kind == "compute" else compiler.cubin(text, number)
     return out
 
 
@@ -77,21 +82,37 @@ class Nvcc:
 
     def __init__(self, path: str):
         self.path = path
-        self.version = _nvcc_version(path, os.stat(path).st_mtime_ns)
+        self.version, self.splits = _nvcc_facts(path, os.stat(path).st_mtime_ns)
 
-    def ptx(self, source: str, number: str) -> bytes:
+    def ptx(self, text: str, number: str) -> bytes:
         flags = [f"-arch=compute_{number}", "-ptx", *FLAGS, *NVCC_FLAGS]
-        key = key_of([self.version, *flags, source])
-        return _cached(PTX, key, lambda: self._run(source.encode(), ".cu", flags))
+        key = key_of([self.version, *flags, translation_unit(text, "cuda")])
+        return _cached(PTX, key, lambda: self._front_end(text, flags))
 
-    def cubin(self, source: str, number: str) -> bytes:
+    def cubin(self, text: str, number: str) -> bytes:
         flags = [f"-arch=sm_{number}", "-cubin"]
-        key = key_of([self.version, *flags, *FLAGS, *NVCC_FLAGS, source])
-        return _cached(CUBIN, key, lambda: self._run(self.ptx(source, number), ".ptx", flags))
+        key = key_of([self.version, *flags, *FLAGS, *NVCC_FLAGS, translation_unit(text, "cuda")])
+        if self.splits:
+            flags += ["-Xptxas", "--split-compile=0"]  # as many threads as there are cores
+        return _cached(CUBIN, key, lambda: self._run(self.ptx(text, number), ".ptx", flags))
+
+    def _front_end(self, text: str, flags: Sequence[str]) -> bytes:
+        """PTX of a text, large ones in pieces."""
+        parts = pieces.split(text, usable_cores())
+        sources = [translation_unit(part, "cuda").encode() for part in parts]
+        with ThreadPoolExecutor(len(sources)) as pool:
+            made = list(pool.map(lambda source: self._run(source, ".cu", flags), sources))
+        if len(made) == 1:
+            return made[0]
+        try:
+            return pieces.join_ptx([ptx.decode() for ptx in made]).encode()
+        except pieces.JoinError as error:
+            log.warning("%s  The kernels are compiled once more, in one piece.", error)
+            return self._run(translation_unit(text, "cuda").encode(), ".cu", flags)
 
     def _run(self, source: bytes, suffix: str, flags: Sequence[str]) -> bytes:
         try:
-            with tempfile.TemporaryDirectory(prefix="tf_stitch_") as folder:
+            with _process_slots(), tempfile.TemporaryDirectory(prefix="tf_stitch_") as folder:
                 given, made = Path(folder, "kernels" + suffix), Path(folder, "kernels.out")
                 given.write_bytes(source)
                 done = subprocess.run([self.path, *flags, str(given), "-o", str(made)], capture_output=True,
@@ -101,6 +122,12 @@ class Nvcc:
                 return made.read_bytes()
         except OSError as error:
             raise CompileError(f"Compiling a kernel failed: {error.strerror} ({error.filename}).") from None
+
+
+@functools.cache
+def _process_slots() -> threading.BoundedSemaphore:
+    """As many compilers at a time as there are cores, whatever the number of texts and their pieces."""
+    return threading.BoundedSemaphore(usable_cores())
 
 
 class Nvrtc:
@@ -114,14 +141,14 @@ class Nvrtc:
         self._check(self.lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         self.version = f"nvrtc {major.value}.{minor.value}"
 
-    def ptx(self, source: str, number: str) -> bytes:
-        return self._make(PTX, source, f"compute_{number}", "PTX").rstrip(b"\0")
+    def ptx(self, text: str, number: str) -> bytes:
+        return self._make(PTX, text, f"compute_{number}", "PTX").rstrip(b"\0")
 
-    def cubin(self, source: str, number: str) -> bytes:
-        return self._make(CUBIN, source, f"sm_{number}", "CUBIN")
+    def cubin(self, text: str, number: str) -> bytes:
+        return self._make(CUBIN, text, f"sm_{number}", "CUBIN")
 
-    def _make(self, cache: Cache, source: str, arch: str, kind: str) -> bytes:
-        flags = [f"--gpu-architecture={arch}", *FLAGS, "-w", "-default-device"]
+    def _make(self, cache: Cache, text: str, arch: str, kind: str) -> bytes:
+        source, flags = translation_unit(text, "cuda"), [f"--gpu-architecture={arch}", *FLAGS, "-w", "-default-device"]
         return _cached(cache, key_of([self.version, *flags, source]), lambda: self._compile(source, flags, kind))
 
     def _compile(self, source: str, flags: Sequence[str], kind: str) -> bytes:
@@ -190,14 +217,20 @@ def _nvrtc_wheels() -> list[str]:
 
 
 @functools.lru_cache(maxsize=8)
-def _nvcc_version(path: str, mtime: int) -> str:
+def _nvcc_facts(path: str, mtime: int) -> tuple[str, bool]:
+    """nvcc's version, and whether its assembler can work on several cores (since CUDA 12)."""
+    version = _said(path, "--version").strip().splitlines()[-1]
+    return version, "--split-compile" in _said(path, "--help")
+
+
+def _said(path: str, question: str) -> str:
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        done = subprocess.run([path, question], capture_output=True, text=True, check=False)
     except OSError as error:
         raise CompileError(f"The CUDA compiler '{path}' cannot be run: {error.strerror}.") from None
     if done.returncode:
         raise CompileError(f"The CUDA compiler '{path}' does not work: {first_error(done.stdout + done.stderr)}")
-    return done.stdout.strip().splitlines()[-1]
+    return done.stdout
 
 
 # --- running without TensorFlow --------------------------------------------------------------------

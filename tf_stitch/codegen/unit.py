@@ -9,6 +9,7 @@ from pathlib import Path
 from .kernel import Kernel
 
 INCLUDE = Path(__file__).parent / "include"
+SEPARATOR = "\n//\n"  # between the kernels of a text
 TARGET_HEADER = {"host": "ts_host.h", "cuda": "ts_cuda.h"}
 _INCLUDE_LINE = re.compile(r'^#include "(\w+\.h)"\s*$', re.M)
 

@@ -5,6 +5,8 @@ imported is left to TensorFlow with the reason, and the clusters of its graph ar
 """
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import itertools
 import time
@@ -37,6 +39,19 @@ FALLBACK_PREFIX = "tf_stitch_fallback_"
 MAX_ROUNDS = 40  # of finding clusters again after a node turned out not to be importable
 
 
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Rewriting makes many objects that live until its end; the collector would walk them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_garbage_collection()
 def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, functions: bool = True,
             keep_ends: bool = True, keep_in: Mapping[str, Iterable[str]] | None = None,
             only: Callable[[graph_pb2.GraphDef], frozenset[str]] | None = None,

@@ -1,0 +1,110 @@
+"""Large CUDA texts are compiled in pieces, side by side, and their PTX is joined: one module as before, sooner.
+
+nvcc's front end, which takes most of the time, uses one core; the assembler (ptxas) splits its work by itself.
+"""
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+from ..codegen.unit import SEPARATOR
+from ..errors import CompileError
+
+PIECE = 8000  # characters: what takes about as long to compile as the headers that every piece has to read
+_NAME = re.compile(r"\bts_[0-9a-f]{16}")  # of a kernel
+_HEADER = (".version", ".target", ".address_size")
+_SHARED = (".extern", ".weak")
+_GLOBAL = (".visible", *_SHARED)
+_FUNCTION = re.compile(r"[^=;{]*?\.(?:func|entry)\s*(?:\([^)]*\)\s*)?([\w$]+)")
+_VARIABLE = re.compile(r"[^=;({]*?([\w$]+)\s*(?:\[\w*\]\s*)*(?:=|;)")
+
+
+class JoinError(CompileError):
+    """PTX that this module does not understand; the text must be compiled as a whole."""
+
+
+def split(text: str, most: int) -> list[str]:
+    """The kernels of a text in at most ``most`` texts of about the same length, which can be compiled apart.
+
+    Kernels that name one another (one calls another's body, for example) stay together, in their order.  Directives
+    of the preprocessor that the text begins with are in every piece.
+    """
+    directives = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    kernels = text[len(directives):].split(SEPARATOR)
+    groups = _together(kernels)
+    count = max(1, min(most, len(groups), sum(map(len, kernels)) // PIECE))
+    bins: list[list[int]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for group in sorted(groups, key=lambda g: -sum(len(kernels[i]) for i in g)):
+        least = sizes.index(min(sizes))
+        bins[least].extend(group)
+        sizes[least] += sum(len(kernels[i]) for i in group)
+    return [directives + SEPARATOR.join(kernels[i] for i in sorted(b)) for b in bins]
+
+
+def _together(kernels: Sequence[str]) -> list[list[int]]:
+    """Indices of kernels, those that share a kernel's name in one list."""
+    first: dict[str, int] = {}
+    parent = list(range(len(kernels)))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    for i, text in enumerate(kernels):
+        for name in set(_NAME.findall(text)):
+            parent[find(i)] = find(first.setdefault(name, i))
+    groups: dict[int, list[int]] = {}
+    for i in range(len(kernels)):
+        groups.setdefault(find(i), []).append(i)
+    return list(groups.values())
+
+
+def join_ptx(pieces: Sequence[str]) -> str:
+    """One PTX module of several: the first one's header, and what is shared (``.extern``, ``.weak``) once.
+
+    What is local to a piece gets a name of its own: pieces may hold functions of one name that differ, as the compiler
+    fits a local function to its callers.  Raises JoinError.
+    """
+    head: dict[str, None] = {}
+    shared: set[str] = set()
+    body: list[str] = []
+    for i, piece in enumerate(pieces):
+        statements = _statements(piece)
+        local = [_name(s) for s in statements if not s.startswith((*_GLOBAL, *_HEADER))]
+        rename = re.compile(r"(?<![\w$])(" + "|".join(map(re.escape, local)) + r")(?![\w$])") if local and i else None
+        for s in statements:
+            if s.startswith(_HEADER):
+                head.setdefault(s)
+            elif not s.startswith(_SHARED) or _name(s) not in shared:
+                shared |= {_name(s)} if s.startswith(_SHARED) else set()
+                body.append(rename.sub(rf"\1__{i}", s) if rename else s)
+    return "\n".join([*head, *body]) + "\n"
+
+
+def _name(statement: str) -> str:
+    """What a module-level statement declares."""
+    found = _FUNCTION.match(statement) or _VARIABLE.match(statement)
+    if found is None:
+        raise JoinError(f"The PTX statement '{statement.splitlines()[0]}' is of no known kind.")
+    return found[1]
+
+
+def _statements(ptx: str) -> list[str]:
+    """Module-level directives and functions, without comments between them."""
+    out: list[str] = []
+    lines: list[str] = []
+    depth = 0
+    for line in ptx.splitlines():
+        bare = line.partition("//")[0]
+        if not lines and not bare.strip():
+            continue
+        lines.append(line.lstrip() if not lines else line)
+        depth += bare.count("{") - bare.count("}") + bare.count("(") - bare.count(")")
+        ended = bare.rstrip().endswith((";", "}")) or bare.lstrip().startswith(_HEADER)
+        if depth == 0 and ended:
+            out.append("\n".join(lines))
+            lines = []
+    return [*out, "\n".join(lines)] if lines else out
