@@ -203,8 +203,10 @@ class _Bench:
 def _line(o: Outcome) -> str:
     text = (f"{o.slo_attainment:.2%} within the SLO, p50 {o.p50_ms:.2f} ms, p99 {o.p99_ms:.2f} ms, generator "
             f"{o.lateness_p99_ms:.2f} ms late at p99")
-    return text + (f", {o.wrong} WRONG" if o.wrong else "") + (f", {o.failed} failed: {o.first_error[:200]}"
-                                                               if o.failed else "")
+    for what in ("rejected", "unanswered", "failed", "wrong"):
+        if getattr(o, what):
+            text += f", {getattr(o, what)} {what}"
+    return text + (f": {o.first_error[:200]}" if o.first_error else "")
 
 
 def _finite(value: Any) -> Any:
