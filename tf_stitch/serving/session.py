@@ -53,7 +53,7 @@ class StitchSession:
         """
         Args:
           coalesce: pack the kernels of concurrent requests into superkernels, through the op library's scheduler
-            (None: where the library has one).
+            (None: where TensorFlow sees a GPU and the library has one).
           threads: requests that run at once, of all tenants together.
           reserve: threads that best-effort requests leave free (None: a quarter of them).
           scheduler_options: what tfs_scheduler_enable takes; see docs/session.md.
@@ -67,7 +67,8 @@ class StitchSession:
             raise OptionError("StitchSession needs at least one thread, and a reserve smaller than 'threads'.")
         runtime.load()
         _grow_memory()
-        self.coalesce = scheduler.available() if coalesce is None else coalesce
+        gpus = tf.config.list_physical_devices("GPU")
+        self.coalesce = bool(gpus) and scheduler.available() if coalesce is None else coalesce
         self._options = Options.of(options)
         if self.coalesce:  # kernels that concurrent requests can share
             self._options = replace(self._options, superkernels=True)

@@ -1,0 +1,51 @@
+"""StitchSession on a GPU: two devices of one process (a GPU split in two), with and without coalescing."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+SCRIPT = """
+import sys
+import numpy as np
+import tensorflow as tf
+import tf_stitch
+from tf_stitch.serving.policies import virtual_gpus
+from tests.session.support import check, rows, scaled
+
+devices = virtual_gpus(1, 2048)
+coalesce = sys.argv[1] == "coalescing"
+with tf_stitch.StitchSession(coalesce=coalesce, threads=32, config=devices.config) as session:
+    factors = {}
+    for k in range(4):
+        name, factors[f"t{k}"] = f"t{k}", 1.0 + k
+        session.add(name, scaled(factors[name]), device=f"GPU:{k % 2}", slo_ms=1000)
+    before = tf_stitch.runtime.counters()
+    futures = [(f, i, session.submit(n, rows(i, 1 + i % 4))) for i in range(100) for n, f in factors.items()]
+    for factor, i, future in futures:
+        check(future.result(60), factor, rows(i, 1 + i % 4))
+    after = tf_stitch.runtime.counters()
+    assert after.fallbacks == before.fallbacks, "TensorFlow's operations ran"
+    assert after.stitched - before.stitched >= 400
+    placed = {n.device for k in range(4) for n in session.v1(f"t{k}").graph.as_graph_def().node if n.device}
+    assert any(d.endswith("GPU:0") for d in placed) and any(d.endswith("GPU:1") for d in placed)
+    if coalesce:
+        found = session.stats()["scheduler"]["devices"]
+        print({d["name"]: (d["superkernels"], d["steps"]) for d in found})
+        assert sum(d["steps"] for d in found) >= 400
+    session.swap("t1", scaled(9.0))
+    check(session.run("t1", rows(0)), 9.0, rows(0))
+print("held")
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "coalescing"])
+def test_two_devices_of_one_process(how):
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=180, cwd=root,
+                          check=False)
+    assert done.returncode == 0 and "held" in done.stdout, done.stderr[-3000:]
