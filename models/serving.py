@@ -1,12 +1,13 @@
 """Sixteen tenants on one device: how many requests a second each way of sharing it serves within the SLO.
 
-    python -m models.serving [--parts search,mixed] [--kinds LIST] [--each N] [--seconds S] [--policies LIST]
+    python -m models.serving [--parts search,mixed,soak] [--kinds LIST] [--each N] [--seconds S] [--policies LIST]
                              [--out DIR]
 
 Tenants are ResNet-18, a two-layer LSTM, BERT (4 layers) and DLRM, four of each, with weights of their own, under a
 Poisson load of equal shares.  ``search`` finds the highest rate at 99% of requests within the SLO for every policy of
 tf_stitch.serving.policies.  ``mixed`` sends a steady load to one latency-critical tenant, alone and while the others,
-as best effort, keep the device full.  Answers are compared with those of the models as TensorFlow made them.
+as best effort, keep the device full.  ``soak`` is models.soak with these tenants.  Answers are compared with those of
+the models as TensorFlow made them.
 """
 from __future__ import annotations
 
@@ -45,12 +46,12 @@ from tf_stitch.serving.policies import (
     Devices,
     Model,
     available,
-    expected,
     merging,
     open_session,
     virtual_gpus,
 )
 
+from . import soak
 from .workload import Instance, Params
 from .workloads import REGISTRY
 
@@ -85,13 +86,13 @@ def _tenant(instance: Instance, k: int, folder: Path, slo_ms: float) -> Model:
     w = instance.workload
     name = f"{w.name}_{k}"
     _draw_weights(instance, w.seed + k)
-    _save(instance, folder / name, merged=False)
+    call = _save(instance, folder / name, merged=False)
     if k == 0:
         _save(instance, folder / f"{name}_batching", merged=True)
-    rng = np.random.default_rng(w.seed + k + 1)
+    rng = np.random.default_rng(w.seed + 1)  # the same inputs for all weights, so that a wrong version shows
     samples = [{f"x{i}": a for i, a in enumerate(w.inputs(rng, KINDS.get(w.name, 1)))} for _ in range(SAMPLES)]
-    model = Model(folder / name, Client(name, slo_ms, samples))
-    return replace(model, client=replace(model.client, expected=expected(model)))
+    right = [{key: y.numpy() for key, y in call(*map(tf.constant, s.values())).items()} for s in samples]
+    return Model(folder / name, Client(name, slo_ms, samples, right))
 
 
 def _copy(model: Model, policy: str) -> Path:
@@ -119,7 +120,7 @@ def _draw_weights(instance: Instance, seed: int) -> None:
         mine.assign(its)
 
 
-def _save(instance: Instance, folder: Path, merged: bool) -> None:
+def _save(instance: Instance, folder: Path, merged: bool) -> Callable[..., dict[str, tf.Tensor]]:
     module = tf.Module()
     module.weights = instance.params.variables
     specs = [tf.TensorSpec(s.shape, s.dtype, f"x{i}") for i, s in enumerate(instance.signature())]
@@ -134,6 +135,7 @@ def _save(instance: Instance, folder: Path, merged: bool) -> None:
 
     module.call = tf.function(call, autograph=False, input_signature=specs)
     tf.saved_model.save(module, os.fspath(folder), signatures=module.call)
+    return module.call
 
 
 # --- the mixed load ---------------------------------------------------------------------------------
@@ -228,11 +230,12 @@ class Results:
         self.folder, self.facts = folder, facts
         self.rows: list[serve_bench.Row] = []
         self.mixed: list[dict[str, Any]] = []
+        self.soak: dict[str, Any] = {}
 
     def write(self) -> None:
         """DIR/serving.json, .txt and .png."""
         data = {**self.facts, "rows": [r.as_json() for r in self.rows],
-                "mixed": [serve_bench._finite(r) for r in self.mixed]}
+                "mixed": [serve_bench._finite(r) for r in self.mixed], "soak": self.soak}
         (self.folder / "serving.json").write_text(json.dumps(data, indent=1) + "\n")
         with open(self.folder / "serving.txt", "w", encoding="utf-8") as file:
             console = Console(file=file, width=200)
@@ -249,6 +252,9 @@ class Results:
                 console.print(line)
         if self.mixed:
             console.print(mixed_table(self.mixed))
+        if self.soak:
+            console.print(f"soak, {self.soak['seconds']} s: {self.soak['counts']}; problems: "
+                          f"{self.soak['problems'] or 'none'}; memory grew by {self.soak['growth_mb']} MB")
 
 
 def _ratios(rows: Sequence[serve_bench.Row]) -> Iterator[str]:
@@ -267,7 +273,7 @@ def _starts(text: str) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; 1 when an answer was wrong or failed."""
     parser = argparse.ArgumentParser("python -m models.serving", description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default="search,mixed")
+    parser.add_argument("--parts", default="search,mixed,soak")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--kinds", default=",".join(KINDS), help="workloads, comma-separated")
     parser.add_argument("--each", type=int, default=EACH, help="tenants of each, with weights of their own")
@@ -278,6 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mixed-policies", default="superkernel,stitched,hyperq")
     parser.add_argument("--mixed-rate", type=float, default=100.0, help="of the latency-critical tenant")
     parser.add_argument("--mixed-seconds", type=float, default=5.0)
+    parser.add_argument("--soak-seconds", type=float, default=30.0)
     parser.add_argument("--critical", default="", help="the latency-critical tenant (default: the first)")
     parser.add_argument("--scheduler", default="{}", help="options of the scheduler, as JSON")
     parser.add_argument("--threads", type=int, default=2, help="that submit requests")
@@ -296,7 +303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     policies = [p for p in args.policies.split(",") if p]
     with tempfile.TemporaryDirectory(prefix="tf_stitch_tenants_") as temporary:
         used = {*(policies if "search" in args.parts else ()),
-                *(args.mixed_policies.split(",") if "mixed" in args.parts else ())}
+                *(args.mixed_policies.split(",") if "mixed" in args.parts else ()),
+                *(("superkernel",) if "soak" in args.parts else ())}
         models = tenants(kinds, args.each, Path(temporary), sorted(used), slo_ms=args.slo_ms, say=say)
         if "search" in args.parts:
             starts = _starts(args.start)
@@ -315,9 +323,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 except StitchError as error:
                     say(f"{policy}: {error}")
                 results.write()
+        if "soak" in args.parts:
+            policy = "superkernel" if available("superkernel") else "stitched"
+            results.soak = soak.held(soak.real(models, policy), args.soak_seconds, coalesce=policy == "superkernel",
+                                     config=devices.config)
+            results.write()
     results.print(Console(width=200))
     outcomes = [r.outcome for r in results.rows if r.outcome]
     bad = sum(o.wrong + o.failed for o in outcomes) + sum(r["wrong"] + r["failed"] for r in results.mixed)
+    bad += len(results.soak.get("problems", []))
     say(f"written to {args.out}")
     return int(bad > 0 or not math.isfinite(bad))
 

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from tf_stitch.errors import OptionError
 from tf_stitch.saved_model import relative_error
 from tf_stitch.serving import scheduler
 from tf_stitch.serving.load import TOLERANCE
+from tf_stitch.serving.policies import Model
 
 WINDOW = 8           # requests of one client that are under way at once
 QUEUE, BURST = 100, 600  # a tenant's max_queue; requests sent at once
@@ -366,21 +367,15 @@ def _right_toy(factors: Sequence[float], faulty: bool) -> Callable[[int, Inputs,
     return right
 
 
-def real(folder: Path, kinds: Sequence[str], each: int, coalesce: bool) -> list[Subject]:
-    """The tenants of models.serving; their weights are the versions."""
-    from tf_stitch.serving.policies import expected
-
-    from . import serving
-
-    policy = "superkernel" if coalesce else "stitched"
-    models = serving.tenants(kinds, each, folder, (policy,))
+def real(models: Sequence[Model], policy: str) -> list[Subject]:
+    """Models of models.serving: those of a kind are its versions.  ``policy``: whose copies are served."""
+    kinds = dict.fromkeys(m.client.name.rpartition("_")[0] for m in models)
     found = []
     for kind in kinds:
-        versions = [m for m in models if m.client.name.startswith(f"{kind}_")]
-        samples = [s for m in versions for s in m.client.samples]
-        answers = [expected(replace(m, client=replace(m.client, samples=samples))) for m in versions]
-        folders = [m.copies[policy] for m in versions]
-        found.append(Subject(kind, folders, _draw_of(samples), _right_of(samples, answers)))
+        versions = [m for m in models if m.client.name.rpartition("_")[0] == kind]
+        samples = versions[0].client.samples  # they have the same
+        found.append(Subject(kind, [m.copies[policy] for m in versions], _draw_of(samples),
+                             _right_of(samples, [m.client.expected for m in versions])))
     return found
 
 
@@ -388,8 +383,7 @@ def _draw_of(samples: Sequence[Inputs]) -> Callable[[np.random.Generator], Input
     return lambda rng: samples[rng.integers(len(samples))]
 
 
-def _right_of(samples: Sequence[Inputs], answers: Sequence[Sequence[Mapping[str, np.ndarray]]]
-              ) -> Callable[[int, Inputs, Any], bool]:
+def _right_of(samples: Sequence[Inputs], answers: Sequence[Sequence[Inputs]]) -> Callable[[int, Inputs, Any], bool]:
     index = {id(s): i for i, s in enumerate(samples)}
 
     def right(version: int, inputs: Inputs, ended: Any) -> bool:
@@ -397,6 +391,24 @@ def _right_of(samples: Sequence[Inputs], answers: Sequence[Sequence[Mapping[str,
         return isinstance(ended, dict) and all(relative_error(ended[k], v) <= TOLERANCE for k, v in want.items())
 
     return right
+
+
+def held(subjects: Sequence[Subject], seconds: float, *, clients: int = 8, seed: int = 0, **options: Any
+         ) -> dict[str, Any]:
+    """The report of a soak of a new session, which is closed at its end."""
+    threads = threading.active_count()
+    with tf_stitch.StitchSession(**options) as session:
+        report = Soak(session, subjects, clients, seed).run(seconds)
+    if threading.active_count() > threads:
+        report["problems"].append(f"{threading.active_count() - threads} threads are left.")
+    return report
+
+
+def _real(args: argparse.Namespace, folder: Path) -> list[Subject]:
+    from . import serving
+
+    policy = "superkernel" if args.coalesce else "stitched"
+    return real(serving.tenants(args.kinds.split(","), args.each, folder, (policy,)), policy)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -407,19 +419,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", default="resnet18,speech,bert,dlrm", help="of real tenants")
     parser.add_argument("--each", type=int, default=2, help="versions of real tenants")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--coalesce", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--coalesce", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    threads = threading.active_count()
     with tempfile.TemporaryDirectory(prefix="tf_stitch_soak_") as temporary:
-        folder = Path(temporary)
-        with tf_stitch.StitchSession(coalesce=args.coalesce) as session:
-            subjects = toys(folder) if args.tenants == "toys" else real(
-                folder, args.kinds.split(","), args.each, session.coalesce)
-            report = Soak(session, subjects, args.clients, args.seed).run(args.minutes * 60)
-    if threading.active_count() > threads:
-        report["problems"].append(f"{threading.active_count() - threads} threads are left.")
+        subjects = toys(Path(temporary)) if args.tenants == "toys" else _real(args, Path(temporary))
+        report = held(subjects, args.minutes * 60, clients=args.clients, seed=args.seed, coalesce=args.coalesce)
     text = json.dumps({"machine": machine(), **report}, indent=1)
     print(text)
     if args.out:

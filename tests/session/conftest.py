@@ -17,7 +17,7 @@ def gate():
 
 @pytest.fixture
 def session(request):
-    """Coalescing where a test asks for it (support.BOTH)."""
+    """Coalescing where a test asks for it (marks.BOTH)."""
     coalesce = getattr(request, "param", False)
     with tf_stitch.StitchSession(coalesce=coalesce, threads=4, reserve=1, options=NATIVE) as session:
         yield session

@@ -4,14 +4,12 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import tf_stitch
 
 NATIVE = tf_stitch.Options(levels=())  # code for this machine only builds faster
 WIDTH = 8
-BOTH = pytest.mark.parametrize("session", [False, True], indirect=True, ids=["plain", "coalescing"])
 
 
 def scaled(factor: float):

@@ -17,7 +17,8 @@ from tf_stitch.errors import OptionError, SavedModelError
 from tf_stitch.serving import scheduler
 from tf_stitch.serving.model import place
 
-from .support import BOTH, NATIVE, WIDTH, check, rows, scaled, want
+from .marks import BOTH
+from .support import NATIVE, WIDTH, check, rows, scaled, want
 
 
 def saved(function, folder):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_soak(subjects, coalesce):
 
 def test_soak_notices_wrong_answers_and_counts(subjects):
     with tf_stitch.StitchSession(coalesce=False, threads=4, options=NATIVE) as session:
-        wrong = [soak.replace(s, right=lambda version, inputs, ended: False) for s in subjects]
+        wrong = [replace(s, right=lambda version, inputs, ended: False) for s in subjects]
         assert any("versions" in p for p in soak.Soak(session, wrong, clients=1).run(0.3)["problems"])
     with tf_stitch.StitchSession(coalesce=False, threads=4, options=NATIVE) as session:
         run = soak.Soak(session, subjects, clients=1)
@@ -41,9 +42,11 @@ def test_soak_notices_wrong_answers_and_counts(subjects):
 
 def test_benchmark_of_real_tenants(tmp_path):
     assert serving.main(["--kinds", "rnn", "--each", "2", "--policies", "stitched", "--seconds", "0.1", "--probes", "2",
-                         "--mixed-policies", "stitched", "--mixed-seconds", "0.2", "--out", str(tmp_path)]) == 0
+                         "--mixed-policies", "stitched", "--mixed-seconds", "0.2", "--soak-seconds", "1", "--out",
+                         str(tmp_path)]) == 0
     found = json.loads((tmp_path / "serving.json").read_text())
     assert found["rows"][0]["policy"] == "stitched" and found["rows"][0]["throughput_rps"] > 0
     assert [(r["part"], r["wrong"]) for r in found["mixed"]] == [("alone", 0), ("mixed", 0)]
     assert found["mixed"][1]["best_effort_rps"] > 0
+    assert found["soak"]["problems"] == [] and found["soak"]["counts"]["answered"] > 0
     assert "1.00x" in (tmp_path / "serving.txt").read_text()
