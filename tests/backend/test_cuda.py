@@ -77,7 +77,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 def test_running_needs_pycuda(monkeypatch):
     monkeypatch.setitem(sys.modules, "pycuda", None)
-    cuda._driver.cache_clear()
+    cuda.driver.cache_clear()
     program = compiler.build_program(softmax_graph(2), CUDA)
     with pytest.raises(DeviceError, match=r"pip install 'tf-stitch\[cuda\]'"):
         cuda.run(program, [np.ones((2, 96), np.float32)])

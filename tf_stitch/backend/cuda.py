@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -236,26 +236,26 @@ def _said(path: str, question: str) -> str:
 # --- running without TensorFlow --------------------------------------------------------------------
 
 @functools.cache
-def _driver() -> Any:
+def driver() -> Any:
     """PyCUDA's driver module with the first GPU's primary context current."""
     try:
-        import pycuda.driver as driver
+        import pycuda.driver as found
     except ImportError as error:
         raise DeviceError("Running kernels without TensorFlow needs PyCUDA: pip install 'tf-stitch[cuda]' "
                            f"({error}).") from None
     try:
-        driver.init()
-        context = driver.Device(0).retain_primary_context()
+        found.init()
+        context = found.Device(0).retain_primary_context()
         context.push()
         atexit.register(context.pop)  # PyCUDA aborts the process over one that is left
-    except driver.Error as error:
+    except found.Error as error:
         raise DeviceError(f"No GPU can be used: {error}.") from None
-    return driver
+    return found
 
 
 def device_target() -> str:
     """The code target of the first GPU, e.g. "sm_90"."""
-    major, minor = _driver().Device(0).compute_capability()
+    major, minor = driver().Device(0).compute_capability()
     return f"sm_{major}{minor}"
 
 
@@ -271,7 +271,7 @@ class Loaded:
     """A program with its module loaded and its buffers in device memory, for one set of inputs."""
 
     def __init__(self, program: Program, inputs: Sequence[np.ndarray]):
-        self.driver, self.program = _driver(), program
+        self.driver, self.program = driver(), program
         arrays = [np.asarray(x, order="C") for x in inputs]
         self.env = bind(program, arrays)
         kernels = [s for s in program.steps if isinstance(s, KernelStep)]
@@ -309,9 +309,23 @@ class Loaded:
 
     def launch_kernel(self, step: KernelStep) -> None:
         """Enqueues one kernel."""
+        self.prepare(step)()
+
+    def prepared(self) -> Callable[[], None]:
+        """What enqueues all kernels with little work of the host's; library steps are left out."""
+        launches = [self.prepare(s) for s in self.program.steps if isinstance(s, KernelStep)]
+
+        def launch() -> None:
+            for one in launches:
+                one()
+
+        return launch
+
+    def prepare(self, step: KernelStep) -> Callable[[], object]:
+        """What enqueues one kernel."""
         blocks = D.evaluate(step.blocks, self.env)
         if not blocks:
-            return
+            return lambda: None
         assert self.module is not None
         function = self.module.get_function(step.kernel)
         shared = D.evaluate(step.shared_bytes, self.env)
@@ -319,7 +333,7 @@ class Loaded:
             function.set_attribute(self.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
         words = [self._address(b) for b in step.buffers] + [*self._concrete(step.dims), blocks]
         argument = np.array(words, np.int64 if min(words) < 0 else np.uint64)
-        function(argument, block=(step.threads, 1, 1), grid=(blocks, 1), shared=shared)
+        return functools.partial(function, argument, block=(step.threads, 1, 1), grid=(blocks, 1), shared=shared)
 
     def _call(self, step: LibraryStep) -> None:
         arrays = [self.read(b).reshape(-1) for b in step.buffers]
@@ -349,7 +363,7 @@ class Loaded:
 
 @functools.lru_cache(maxsize=32)
 def _module(code: bytes) -> Any:
-    return _driver().module_from_buffer(code)
+    return driver().module_from_buffer(code)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from ml_dtypes import finfo
 
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
+from ..ir.graph import Node
 from ..schedule.kernel_schedule import OUT, Item
 from ..schedule.labels import Labels, body_operands, operand_labels, reads
 from ..schedule.rules import VIEWS, Index
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 PIECE = 4096  # the most elements that one float accumulator chain sums before it is added to another
 GROUP = 64  # the same where accumulators are per lane
 STRIP = 256  # TS_STRIP of ts_host.h
+STRIP_SPAN = "t, m"  # the lanes of a strip
 TILE = 16  # lanes of one tile of a transpose: a cache line of float32
 NARROW = 16  # rows shorter than this run together, so many at a time
 MAX_ROWS = 5  # TS_ROWS5 is the largest
@@ -80,7 +82,7 @@ class Loops:
         """
         seen = set()
         for item in self.stage.items:
-            yield item.mapped, set(item.mapped), 1.5
+            yield item.mapped, set(item.mapped), 0.1 if self._crosses(item.node) and not item.copy else 1.5
             stack = [(n, labels, set(labels)) for n, labels in body_operands(item)]
             while stack:
                 n, labels, covered = stack.pop()
@@ -92,6 +94,10 @@ class Loops:
                 else:
                     stack.extend((x, inner, covered if None in inner else set(inner))
                                  for x, inner in operand_labels(n, labels))
+
+    def _crosses(self, n: Node) -> bool:
+        """True for a transpose in shared memory: what matters is how the other side is accessed."""
+        return n.op == "transpose" and n in self.e.part.slots
 
     def _group_size(self) -> int:
         """Threads that share a row on a GPU: a power of two that the lanes fill."""
@@ -117,12 +123,13 @@ class Loops:
         return f"{self._name(d)}, {self.e.dim(off)}, {self.e.dim(ext)}"
 
     @contextmanager
-    def rows(self, dims: Sequence[int], lanes: int) -> Iterator[None]:
-        """Loops over dims, shared out over groups of threads."""
+    def rows(self, dims: Sequence[int], lanes: int, several: bool = False) -> Iterator[None]:
+        """Loops over dims, shared out over groups of threads; ``several`` rows are then loaded at a time."""
         with ExitStack() as stack:
             head = list(dims[:MAX_ROWS])
             args = ", ".join([*(self._range(d) for d in head), str(lanes)])
-            stack.enter_context(self.scopes.block(f"TS_ROWS{len(head)}({args})", tuple(f"ts_i{d}" for d in head)))
+            header = f"{'TS_SEVERAL ' if several and head else ''}TS_ROWS{len(head)}({args})"
+            stack.enter_context(self.scopes.block(header, tuple(f"ts_i{d}" for d in head)))
             for d in dims[MAX_ROWS:]:
                 stack.enter_context(self.serial(d))
             yield
@@ -137,10 +144,10 @@ class Loops:
     def lane_loop(self, clauses: str = "", span: str = "") -> Iterator[None]:
         """The vector loop; ``span`` replaces the dim's own offset and extent."""
         assert self.lane is not None
-        four = "4" if not span and self._in_fours() else ""
+        kind = "STRIP_LANES" if span == STRIP_SPAN else "LANES_FOLD" if clauses else "LANES"
+        kind += "4" if not span and self._in_fours() else ""
         span = f"{self._name(self.lane)}, {span}" if span else self._range(self.lane)
-        fold = "_FOLD" if clauses else ""
-        macro = f"TS_LANES{fold}{four}({span}, {self.lanes}{f', {clauses}' if clauses else ''})"
+        macro = f"TS_{kind}({span}, {self.lanes}{f', {clauses}' if clauses else ''})"
         with self.scopes.block(macro, (f"ts_i{self.lane}",)):
             yield
 
@@ -174,22 +181,28 @@ class Loops:
         width = self._run_width()
         if width > 1:
             self.lanes = min(self.lanes, power_of_two(-(-D.static(self.box[self.lane or 0][1]) // width)))
-        with self.rows([d for d in kept if d != self.lane], self.lanes), ExitStack() as stack:
+        with self.rows([d for d in kept if d != self.lane], self.lanes, self._is_across()), ExitStack() as stack:
             if width > 1:
                 stack.enter_context(self._run_loop(width))
             elif self.lane is not None:
                 stack.enter_context(self.lane_loop())
             self._maps(self.index)
 
+    def _is_across(self) -> bool:
+        """True for a stage on either side of a staged transpose."""
+        return any(self._crosses(n) for n in (*self.stage.reads, *(i.node for i in self.stage.items)))
+
     def _run_width(self) -> int:
         """Neighbours that a thread of a GPU takes at a time: as many as one access holds of the widest type."""
-        if self.lane is None or not self.e.kernel.target.row_registers:
+        if self.lane is None or not self.e.kernel.target.has_threads:
             return 1
         off, ext = self.box[self.lane]
         memory = {item.node for item in self.stage.items if item.space == OUT and item.mapped[-1] == self.lane}
         memory |= {n for item in self.stage.items for n, labels in reads(item, self.e.in_memory)
                    if labels and labels[-1] == self.lane and n not in self.e.part.slots}
         width = ACCESS // max((DTYPES[n.dtype].size for n in memory), default=ACCESS)
+        if self._is_across():
+            width = min(width, 2)  # neighbours of a thread are in the same banks as other threads'
         return width if isinstance(ext, int) and ext > 0 and ext % width == 0 and D.mod(off, width) == 0 else 1
 
     @contextmanager
@@ -440,7 +453,7 @@ class Loops:
             return
         with self.scopes.block(f"TS_STEPS(t, {o}, {x}, TS_STRIP({self.lanes}))"):
             self.scopes.line(f"const ts_idx m = ts_imin(TS_STRIP({self.lanes}), {o} + {x} - t);")
-            yield "t, m", f"TS_SLOT({i}, t)"
+            yield STRIP_SPAN, f"TS_SLOT({i}, t)"
 
     def _lane_array(self, c: str, name: str, start: str, span: str, slot: str) -> None:
         self.scopes.line(f"{c} {name}[TS_STRIP_ROOM({self.lanes})];")

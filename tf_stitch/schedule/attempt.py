@@ -26,6 +26,7 @@ STAGE_OVERHEAD = 30
 FINE_WORK = 20_000  # element operations that are worth a core of their own
 PER_CYCLE = 24  # element operations that one host core does in a cycle, seen over typical kernels
 OPS_PER_NS = 100  # element operations that a multiprocessor of a GPU does in a nanosecond
+ACROSS = 8  # elements along both sides of a transpose from which on staging it pays
 SAMPLES = 5  # blocks that are looked at where a stage's work differs from block to block
 LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
 
@@ -50,6 +51,8 @@ class Attempt:
         self.axes = [a for a in self.by_dim if a is not None]
         self.blocks = D.product(a.count for a in self.axes)
         self.boxes = self._infer()
+        self.crossing = {n for n in nodes if self._crosses(n)} if target.has_threads else set()
+        self.kept |= self.crossing
         self.part = self._fit()
 
     # --- boxes --------------------------------------------------------------------------------------
@@ -77,6 +80,16 @@ class Attempt:
                     boxes[x] = rules.union(boxes[x], box, x.shape) if x in boxes else box
         return boxes
 
+    def _crosses(self, n: Node) -> bool:
+        """True for a transpose that a GPU should stage: it is read along one dim and written along another.
+
+        Every access to memory is then to whole lines; without, one side would touch a line per element.
+        """
+        if n.op != "transpose" or n.attrs["perm"][-1] == n.rank - 1 or n.inputs[0] in self.storage.kept:
+            return False
+        box = self.boxes[n]
+        return min(guess(box[-1][1]), guess(box[n.attrs["perm"].index(n.rank - 1)][1])) >= ACROSS
+
     # --- stages -------------------------------------------------------------------------------------
 
     def _fit(self) -> Part:
@@ -85,10 +98,14 @@ class Attempt:
         while True:
             stages = self._stages()
             chains = row_chains(stages, self.members, self.target)
-            slots, size = plan_shared(stages, self.boxes, in_registers(chains, stages))
+            slots, size = plan_shared(stages, self.boxes, in_registers(chains, stages), self.crossing)
             if guess(size) <= self.target.shared_bytes and (self.target.is_host or isinstance(size, int)):
                 break
             droppable = [n for n in self.storage.droppable() if n in self.kept] if droppable is None else droppable
+            if self.crossing:
+                self.kept -= self.crossing - self.storage.kept
+                self.crossing = set()
+                continue
             if not droppable:
                 name = self.outputs[0].origin or self.outputs[0].op
                 raise Unschedulable(f"A block that computes '{name}' needs {D.to_text(size)} bytes on chip where "
@@ -115,7 +132,7 @@ class Attempt:
             return self._compute(n, SHARED, box, ())
         own, once = self.own_box(n)
         has_readers = bool(self.storage.users[n])
-        if own == box and not (once and has_readers):
+        if own == box and not (once and has_readers) and n not in self.crossing:
             if has_readers:
                 self.read_back.add(n)
             return self._compute(n, OUT, own, once)
@@ -135,7 +152,7 @@ class Attempt:
         reads = self._reads(item)
         first = 0
         for x, labels in reads:
-            at_once = labels == identity and x.op not in HEAVY and x.op != "concat"
+            at_once = labels == identity and x.op not in HEAVY and x.op != "concat" and x not in self.crossing
             first = max(first, self.home[x] + (0 if at_once else 1))
             if not stages[self.home[x]].hoisted:
                 stage.hoisted = False

@@ -62,7 +62,12 @@ def _is_whole(s: Stage) -> bool:
 
 
 def _is_plain(i: Item, lane: int) -> bool:
-    """True when an item writes the value at its stage's own index, or a row's fold at the row's."""
+    """True when an item writes the value at its stage's own index, or a row's fold at the row's.
+
+    A staged transpose goes through shared memory for the sake of its other side.
+    """
+    if i.node.op == "transpose" and i.space == SHARED:
+        return False
     if i.node.op == "reduce" and not i.copy:
         return i.body is i.node and i.mapped == tuple(range(lane))
     return i.body is i.node and not i.shift and i.mapped == tuple(range(lane + 1))

@@ -19,8 +19,11 @@ ALIGN = 64
 
 
 def plan_shared(stages: Sequence[Stage], boxes: Mapping[Node, Box],
-                elsewhere: Collection[Node] = ()) -> tuple[dict[Node, Slot], Dim]:
-    """A slot for every staged value that is not kept ``elsewhere``, and the bytes that a block needs."""
+                elsewhere: Collection[Node] = (), across: Collection[Node] = ()) -> tuple[dict[Node, Slot], Dim]:
+    """A slot for every staged value that is not kept ``elsewhere``, and the bytes that a block needs.
+
+    Rows of values in ``across`` are one element apart: neighbours of a column lie in different banks.
+    """
     life = {n: span for n, span in _lifetimes(stages).items() if n not in elsewhere}
     placed: list[tuple[int, int, int, int]] = []  # offset, bytes, first stage, last stage
     slots: dict[Node, Slot] = {}
@@ -28,6 +31,7 @@ def plan_shared(stages: Sequence[Stage], boxes: Mapping[Node, Box],
     top = 0
     for n, (first, last) in life.items():
         room = room_of(n, boxes[n])
+        room = (*room[:-1], room[-1] + 1) if n in across else room
         size = D.product(room) * compute_size(n)
         if not isinstance(size, int):
             unknown.append((n, room, size))

@@ -39,6 +39,11 @@ class Target:
     def is_host(self) -> bool:
         return self.name == "host"
 
+    @property
+    def has_threads(self) -> bool:
+        """True when a block's work is shared out to threads; tests give such text the host's meaning."""
+        return self.threads > 1
+
     def with_shared(self, shared_bytes: int) -> Target:
         """The same target with another on-chip budget."""
         return replace(self, shared_bytes=shared_bytes)

@@ -69,10 +69,11 @@
                    i3 = (o3) + ts_r / (e4) % (e3), i4 = (o4) + ts_r % (e4); true)
 // Loops are unrolled a little: enough loads in flight, and a text of a hundred stages still compiles in seconds.
 #define TS_UNROLL_(n) _Pragma(#n)
+#define TS_SEVERAL TS_UNROLL_(unroll 4)
 #define TS_SERIAL(i, off, ext) TS_UNROLL_(unroll 4) for (ts_idx i = (off); i < (off) + (ext); ++i)
 // One row: the groups of threads share a loop, and TS_GATHER_SUM adds up what their lanes have in a[0].
 #define TS_SPLIT(i, off, ext, L) \
-  TS_UNROLL_(unroll 4) for (ts_idx i = (off) + TS_GROUP_(L); i < (off) + (ext); i += TS_GROUPS_(L))
+  TS_UNROLL_(unroll 8) for (ts_idx i = (off) + TS_GROUP_(L); i < (off) + (ext); i += TS_GROUPS_(L))
 #define TS_GATHER_SUM(a, L) a[0] = ts_gather_sum<L>(a[0]);
 #define TS_STEPS(t, off, ext, step) for (ts_idx t = (off); t < (off) + (ext); t += (step))
 #define TS_LANES(i, off, ext, L) TS_UNROLL_(unroll 4) for (ts_idx i = (off) + TS_LANE_(L); i < (off) + (ext); i += (L))
@@ -125,6 +126,7 @@
 
 #define TS_STRIP(L) (L)
 #define TS_STRIP_ROOM(L) 1
+#define TS_STRIP_LANES(i, t, m, L) if (const ts_idx i = (t) + TS_LANE_(L); i < (t) + (m))
 #define TS_SLOT(i, t) 0
 
 #define TS_BARRIER __syncthreads();

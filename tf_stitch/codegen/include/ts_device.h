@@ -1,9 +1,9 @@
 // Functions of their own for CUDA, float only, where the library's cost too many instructions: a kernel that moves 8
 // bytes per element has time for about 75.
 //
-// Error bounds, in units of the last place of the result (models/gpu_math measures them): ts_divide 1 for divisors in
-// [2^-126, 2^100] and 4 for others, ts_rsqrt 2, ts_exp_down 4, ts_sigmoid 5, ts_erfc 8; results of the last three
-// below 2^-126 are 0.  NaN and infinities as in C's libm.
+// Error bounds, in units of the last place of the result (tests/gpu/test_device_math.py measures them): ts_divide 1 for
+// divisors in [2^-126, 2^100] and 4 for others, ts_rsqrt 2, ts_exp_down 4, ts_sigmoid 5, ts_erfc 7; results of the last
+// three below 2^-126 are 0.  NaN and infinities as in C's libm.
 #ifndef TS_DEVICE_H_
 #define TS_DEVICE_H_
 

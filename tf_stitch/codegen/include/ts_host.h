@@ -28,6 +28,7 @@ struct ts_problem {
 
 // Loops of a stage: rows (shared out over groups of L threads), lanes (the L threads of a group), serial.
 #define TS_FOR_(i, off, ext) for (ts_idx i = (off); i < (off) + (ext); ++i)
+#define TS_SEVERAL
 #define TS_ROWS0(L)
 #define TS_ROWS1(i, o, e, L) TS_FOR_(i, o, e)
 #define TS_ROWS2(i, o, e, i1, o1, e1, L) TS_FOR_(i, o, e) TS_FOR_(i1, o1, e1)
@@ -66,6 +67,7 @@ struct ts_problem {
 // Per-lane accumulators: an array of one strip of lanes here, a register of every thread on a GPU.
 #define TS_STRIP(L) 256
 #define TS_STRIP_ROOM(L) 256
+#define TS_STRIP_LANES TS_LANES
 #define TS_SLOT(i, t) ((i) - (t))
 
 #define TS_GATHER_SUM(a, L)

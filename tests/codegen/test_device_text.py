@@ -1,0 +1,95 @@
+"""What only kernels for a GPU have, given the host's meaning, against the interpreter: transposes, wide accesses."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.codegen import test_random_kernels as random_kernels
+from tests.codegen.support import compile_kernels, kernel_of
+from tests.codegen.test_rows import ROWS, agree
+from tests.ir_graphs import random_inputs
+from tf_stitch.ir.builder import Builder
+from tf_stitch.ir.graph import Graph
+from tf_stitch.schedule import HOST, attempt, rows
+
+
+def transposed(shape, perm, dtype="float32", more: bool = False) -> Graph:
+    """A transpose, alone or between other operations of which one result is also wanted as it is."""
+    b = Builder()
+    x = b.param(shape, dtype, "x")
+    if not more:
+        return b.finish([b.transpose(x, perm)], "transposed")
+    y = b.ew("tanh", x)
+    t = b.transpose(b.ew("add", y, y), perm)
+    return b.finish([b.ew("mul", t, t), y, b.reduce("max", t, (t.rank - 1,))], "transposed")
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_transposes_are_staged(more):
+    cases = [((64, 96), (1, 0)), ((300, 200), (1, 0)), ((33, 70), (1, 0)), ((5, 40, 64), (0, 2, 1)),
+             ((40, 3, 64), (2, 1, 0)), ((None, 64), (1, 0)), ((16, None, 48), (2, 0, 1))]
+    graphs = [transposed(shape, perm, more=more) for shape, perm in cases]
+    kernels = [kernel_of(g, ROWS) for g in graphs]
+    assert more or sum("TS_SHARED" in k.text for k in kernels) >= 5
+    library = compile_kernels(kernels, optimize="-O1")
+    for graph, kernel in zip(graphs, kernels, strict=True):
+        for size in (0, 1, 77):
+            inputs = random_inputs(graph, 1, {str(d): size for d in graph.params[0].shape if not isinstance(d, int)})
+            agree(graph, inputs, kernel, library, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "bool"])
+def test_transposes_of_other_types(dtype):
+    graph = transposed((96, 80), (1, 0), dtype)
+    kernel = kernel_of(graph, ROWS)
+    assert "TS_SHARED" in kernel.text
+    agree(graph, random_inputs(graph, 1), kernel, compile_kernels([kernel]), 0)
+
+
+def test_a_host_stages_no_transpose():
+    assert "TS_SHARED" not in kernel_of(transposed((300, 200), (1, 0)), HOST).text
+
+
+def test_accesses_are_as_wide_as_types_allow():
+    b = Builder()
+    x, y = b.param((64, 512), "float32", "x"), b.param((64, 512), "float16", "y")
+    v, s = b.param((512,), "float32", "v"), b.param((64,), "float32", "s")
+    z = b.ew("mul", b.ew("add", x, b.broadcast_to(v, x.shape)), b.broadcast_to(b.reshape(s, (64, 1)), x.shape))
+    graph = b.finish([b.ew("add", z, b.cast(y, "float32")), b.ew("lt", z, x), b.ew("add", y, y)], "wide")
+    kernel = kernel_of(graph, ROWS)
+    assert "TS_RUN_LOAD(ts_half" in kernel.text and "TS_RUN_LOAD(float" in kernel.text
+    assert kernel.text.count("TS_RUN_STORE") == 3
+    agree(graph, random_inputs(graph, 1), kernel, compile_kernels([kernel]), 1e-6)
+    half = b.finish([b.ew("add", y, y)], "half")
+    assert ", 8)" in kernel_of(half, ROWS).text
+
+
+def test_runs_never_reach_what_a_condition_guards():
+    b = Builder()
+    x = b.param((40, 64), "float32", "x")
+    wide = b.pad(x, (0, 32), (0, 32))
+    graph = b.finish([b.ew("add", wide, wide)], "padded")
+    kernel = kernel_of(graph, ROWS)
+    agree(graph, random_inputs(graph, 1), kernel, compile_kernels([kernel]), 0)
+
+
+@pytest.mark.parametrize("seed,blocks", [(50_000, {}), (51_000, {"block_work": 32, "min_blocks": 4})])
+def test_random_graphs(monkeypatch, seed, blocks):
+    monkeypatch.setattr(rows, "SHORT", 2)
+    monkeypatch.setattr(attempt, "ACROSS", 2)
+    kernels = random_kernels._kernels(seed, replace(ROWS, **blocks))
+    assert sum("TS_ROW_TURNS" in k.text or "TS_LANE_RUNS" in k.text for _, _, k in kernels) > 20
+    library = compile_kernels([k for _, _, k in kernels], "x86-64-v2", "-O1")
+    assert sum(random_kernels._check(s, case, k, library) for s, case, k in kernels) > 2 * len(kernels)
+
+
+def test_lengths_that_no_access_divides():
+    for n in (1, 2, 3, 5, 1023):
+        b = Builder()
+        x = b.param((n,), "float32", "x")
+        graph = b.finish([b.ew("exp", x)], "short")
+        kernel = kernel_of(graph, ROWS)
+        agree(graph, random_inputs(graph, 1), kernel, compile_kernels([kernel]), 1e-6)
+        assert np.isfinite(random_inputs(graph, 1)[0]).all()
