@@ -86,7 +86,7 @@ def measure_own(name: str, streams: int, rounds: int) -> dict[str, float]:
     """Microseconds by system; raises RuntimeError when a product is wrong or cannot be run."""
     from tf_stitch.backend import cuda
 
-    lib, driver = _library(), cuda._driver()
+    lib, driver = _library(), cuda.driver()
     products, kept = (Product * streams)(), []
     for i, shape in enumerate(shapes_of(name, streams)):
         m, n, k = shape
