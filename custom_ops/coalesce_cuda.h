@@ -14,6 +14,9 @@
 
 namespace tf_stitch {
 
+// Runs of fewer launches than this gain less from company than it costs to hold them and to tell of their end.
+constexpr size_t kLaunchesWorthHolding = 4;
+
 // What requests of one plan share; kept with the plan.
 //
 // A unit is a run of launches.  Plans whose launches are equal (kernels, sizes, library calls), whatever their weights,

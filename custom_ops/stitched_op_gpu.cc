@@ -162,7 +162,8 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     if (!ready->error().empty()) return Refuse(ready->error());
 
     cuda::Stream stream = StreamOf(ctx->op_device_context()->stream());
-    std::shared_ptr<Coalescer> coalescer = IsCaptured(stream) ? nullptr : CoalescerHere();
+    bool held_at_all = ready->launches() >= kLaunchesWorthHolding && !IsCaptured(stream);
+    std::shared_ptr<Coalescer> coalescer = held_at_all ? CoalescerHere() : nullptr;
     std::shared_ptr<Held> held = coalescer ? std::make_shared<Held>(this, ctx) : nullptr;
     Place own;
     Place& place = held ? *held->place() : own;
@@ -200,7 +201,6 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     auto* ready = static_cast<CudaPlan*>(plan->extra.get());
     std::call_once(plan->work_once, [&] { plan->work = std::make_unique<CudaWork>(node_.program(), *plan, *ready); });
     const auto* work = static_cast<const CudaWork*>(plan->work.get());
-    if (work->work->units.empty()) return false;
     held->program = &node_.program();
     held->plan = plan;
     held->ready = ready;

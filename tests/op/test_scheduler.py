@@ -1,26 +1,52 @@
-"""The superkernel scheduler without TensorFlow, under sanitizers: its policy on a virtual clock, its threads."""
+"""The superkernel scheduler without TensorFlow, under sanitizers: its policy on a virtual clock, its threads, and its
+GPU side over a stand-in for the driver, whose streams run in any order that events allow."""
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.gpu.random_programs import Drawn
 from tf_stitch.backend import host
+from tf_stitch.program import serialize
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCES = ["tests/op/schedule_requests.cc", *(f"custom_ops/{name}.cc" for name in (
-    "coalescer", "scheduler", "estimates", "flat_json"))]
+SANITIZERS = ("address,undefined", "thread")
+POLICY = ("coalescer", "scheduler", "estimates", "flat_json")
+CUDA = (*POLICY, "program", "plan", "cuda_code", "library_cuda", "runtime_cuda", "superkernel_cuda", "coalesce_cuda")
 
 
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_policy_and_threads(sanitizer, tmp_path):
-    binary = tmp_path / "schedule_requests"
+def build(folder: Path, main: str, sources: tuple[str, ...], sanitizer: str) -> Path:
+    binary = folder / Path(main).stem
     subprocess.run([*host.find_compiler(), "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}",
-                    "-fno-sanitize-recover=all", "-D_GLIBCXX_ASSERTIONS", *(str(ROOT / s) for s in SOURCES), "-o",
-                    str(binary), "-pthread"], check=True)
+                    "-fno-sanitize-recover=all", "-D_GLIBCXX_ASSERTIONS", str(ROOT / main),
+                    *(str(ROOT / "custom_ops" / f"{name}.cc") for name in sources), "-o", str(binary), "-pthread",
+                    "-ldl"], check=True)
+    return binary
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_policy_and_threads(sanitizer, tmp_path):
+    binary = build(tmp_path, "tests/op/schedule_requests.cc", POLICY, sanitizer)
     for seed in ("1", "2", "3"):
         done = subprocess.run([binary, seed], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         assert int(re.findall(r"\d+", done.stdout)[0]) > 10_000
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_gpu_superkernels(sanitizer, tmp_path):
+    files = []
+    for seed in range(2):
+        files.append(tmp_path / f"{seed}")
+        program = dataclasses.replace(Drawn(seed, 40).plain, code={"sm_90": b"fake"}, text="")
+        files[-1].write_bytes(serialize.dumps(program))
+    binary = build(tmp_path, "tests/op/coalesce_cuda_requests.cc", CUDA, sanitizer)
+    for seed in ("1", "2"):
+        done = subprocess.run([binary, seed, *map(str, files)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        launches, packed = map(int, re.findall(r"\d+", done.stdout))
+        assert packed > launches / 4
