@@ -23,8 +23,8 @@
   TS_MANY_(name)                                                                                         \
   static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,      \
                                                      int32_t* ts_status)
-// A text that begins with WITH_MANY (codegen/kernel.py) has for each kernel also name_many, which takes a table of problems of equal sizes
-// (a superkernel): blockIdx.y is the problem.
+// A text that begins with WITH_MANY (codegen/kernel.py) has for each kernel also name_many, which takes a table of problems
+// of equal sizes (a superkernel): blockIdx.y is the problem.
 #define TS_MANY_(name)
 #define TS_MANY_FORM_(name)                                                                           \
   extern "C" __global__ void __launch_bounds__(TS_THREADS) name##_many(const name##_problem* table) { \
