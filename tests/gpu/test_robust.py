@@ -100,8 +100,8 @@ def used():
     gc.collect()
     return tf.config.experimental.get_memory_info("GPU:0")["current"]
 def check():
-    got, ran, _ = counted(lambda: f(small, w))
-    assert ran == 1
+    got, ran, fell_back = counted(lambda: f(small, w))
+    assert ran and not fell_back, (ran, fell_back)
     for g, y in zip(got, want):
         np.testing.assert_allclose(g, y, rtol=1e-2, atol=1e-2)
 for _ in range(8):
@@ -142,13 +142,13 @@ def test_nothing_stays_behind_when_models_come_and_go():
         np.testing.assert_allclose(got[0], chain(tf.constant(x + k)) * values(1, 256) + k, rtol=1e-4, atol=1e-5)
         gc.collect()
 
-    for k in range(4):
+    for k in range(3):
         once(k)
     before, resident = free_bytes(), _resident()
-    for k in range(4, 24):
+    for k in range(3, 12):
         once(k)
     assert before - free_bytes() < 8 << 20
-    assert _resident() - resident < 200 << 20
+    assert _resident() - resident < 100 << 20
 
 
 def _resident() -> int:

@@ -32,6 +32,7 @@ DOT_INLINE_WORK = 64 * 64 * 64  # multiply-adds of one batch entry up to which a
 VIEWS = frozenset({"reshape"})
 INDEXING = frozenset({"slice", "transpose", "reverse", "pad", "concat", "cast", "select"})
 SLACK = 1.15  # how much more computing a union of many units may do than the units do
+MOST_PRODUCTS = 12  # in one kernel: each is a text of its own, and compilers take long over long functions
 COPY_NODES = 8  # the longest cheap chain that several groups may each compute for themselves
 COPY_BYTES = 1 << 14  # a smaller value costs next to nothing to hand over
 
@@ -148,7 +149,8 @@ class Planner:
 
     def _kernel(self, group: Group) -> Planned | None:
         """A kernel of its own for a group, or None when it has no schedule."""
-        if self.uses_library and repeats_rows(group.nodes, lambda n: _small_dot(n) or library.is_light(n)):
+        if self.uses_library and (repeats_rows(group.nodes, lambda n: _small_dot(n) or library.is_light(n))
+                                  or sum(n.op == "dot" for n in group.nodes) > MOST_PRODUCTS):
             return None
         try:
             scheduled = self.build(group, self.target)
