@@ -145,6 +145,7 @@ class Dispatcher:
             request, closing = self._next(request)
             if closing is not None:
                 closing.close()
+                closing = None  # a thread that waits holds nothing
 
     def _answer(self, request: Request) -> None:
         value, error = self._run(request)

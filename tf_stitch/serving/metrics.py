@@ -43,7 +43,7 @@ class SessionCollector:
                                        labels=["tenant"])
         depth = GaugeMetricFamily("tf_stitch_queue_depth", "Requests that wait for a thread.", labels=["tenant"])
         running = GaugeMetricFamily("tf_stitch_running", "Requests that run.", labels=["tenant"])
-        for tenant in session._tallies():
+        for tenant in session._all_tenants():
             tally, label = tenant.tally, [tenant.name]
             for outcome in OUTCOMES:
                 requests.add_metric([tenant.name, outcome], tally.outcomes[outcome])

@@ -72,6 +72,7 @@ class StitchSession:
         self._options = Options.of(options)
         if self.coalesce:  # kernels that concurrent requests can share
             self._options = replace(self._options, superkernels=True)
+            scheduler.acquire(scheduler_options or {})
         self._target, self._config = target, config
         self._tenants: dict[str, Tenant] = {}
         self._changes = threading.RLock()  # of what follows
@@ -82,8 +83,6 @@ class StitchSession:
         self._placed = 0
         self._closed = False
         self._http: Any = None
-        if self.coalesce:
-            scheduler.acquire(scheduler_options or {})
         self._end = weakref.finalize(self, _end, self._dispatcher, self._tenants, self._folder, self.coalesce)
         try:
             if metrics_port is not None:
@@ -302,7 +301,7 @@ class StitchSession:
 
         self._http = MetricsServer(self, port)
 
-    def _tallies(self) -> list[Tenant]:
+    def _all_tenants(self) -> list[Tenant]:
         return list(self._tenants.values())
 
     # --- loading ------------------------------------------------------------------------------------
