@@ -66,15 +66,18 @@ FLOOD = 4          # requests that a best-effort tenant always has under way
 # --- tenants ----------------------------------------------------------------------------------------
 
 def tenants(kinds: Sequence[str], each: int, folder: Path, policies: Sequence[str] = ("stitched",), *,
-            slo_ms: float = SLO_MS, say: Callable[[str], None] = print) -> list[Model]:
-    """The models, saved in ``folder`` with the copies that the policies serve, their inputs and right answers."""
+            slo_ms: float = SLO_MS, prepared: Path | None = None, say: Callable[[str], None] = print) -> list[Model]:
+    """The models, saved in ``folder`` with the copies that the policies serve, their inputs and right answers.
+
+    ``prepared``: a folder that :func:`prepare` filled; what is there is not rewritten here.
+    """
     begin = time.perf_counter()
     models = [_tenant(instance, k, folder, slo_ms) for instance in (REGISTRY[kind].instance() for kind in kinds)
               for k in range(each)]
     say(f"{len(models)} tenants saved in {time.perf_counter() - begin:.1f} s")
     wanted = [(m, policy) for m in models[::each] for policy in policies if policy in COPIES]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda job: _rewrite(job[0], COPIES[job[1]], _copy(job[0], job[1])), wanted))
+        list(pool.map(lambda job: _stitch(*job, prepared), wanted))
     say(f"{len(wanted)} models stitched at {time.perf_counter() - begin:.1f} s")
     return [_with_copies(m, models[i - i % each], policies) for i, m in enumerate(models)]
 
@@ -99,8 +102,26 @@ def _copy(model: Model, policy: str) -> Path:
     return model.folder.with_name(f"{model.folder.name}_{policy}")
 
 
-def _rewrite(model: Model, options: tf_stitch.Options, goal: Path) -> None:
-    tf_stitch.rewrite_saved_model(model.folder, goal, options=options, verify=False)
+def _stitch(model: Model, policy: str, prepared: Path | None, target: str = "auto") -> None:
+    goal = _copy(model, policy)
+    graph = prepared / f"{goal.name}.pb" if prepared else None
+    if graph is not None and graph.exists():
+        shutil.copytree(model.folder, goal)
+        shutil.copyfile(graph, goal / MODEL)
+    else:
+        tf_stitch.rewrite_saved_model(model.folder, goal, target=target, options=COPIES[policy], verify=False)
+
+
+def prepare(kinds: Sequence[str], goal: Path, target: str) -> None:
+    """Rewrites a model of each kind for ``target`` (a GPU need not be here) and keeps the graphs, without weights."""
+    goal.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tf_stitch_prepare_") as temporary:
+        for model in tenants(kinds, 1, Path(temporary), ()):
+            for policy in COPIES:
+                begin = time.perf_counter()
+                _stitch(model, policy, None, target)
+                shutil.copyfile(_copy(model, policy) / MODEL, goal / f"{_copy(model, policy).name}.pb")
+                print(f"{_copy(model, policy).name}: {time.perf_counter() - begin:.1f} s", flush=True)
 
 
 def _with_copies(model: Model, first: Model, policies: Sequence[str]) -> Model:
@@ -289,7 +310,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scheduler", default="{}", help="options of the scheduler, as JSON")
     parser.add_argument("--threads", type=int, default=2, help="that submit requests")
     parser.add_argument("--out", type=Path, default=Path("build/serving"))
+    parser.add_argument("--prepare", type=Path, metavar="DIR", help="only rewrite the models for a GPU, into DIR")
+    parser.add_argument("--target", default="cuda:sm_90", help="of --prepare")
+    parser.add_argument("--prepared", type=Path, metavar="DIR", help="use what --prepare wrote instead of rewriting")
     args = parser.parse_args(argv)
+    if args.prepare:
+        prepare(args.kinds.split(","), args.prepare, args.target)
+        return 0
     begin = time.perf_counter()
 
     def say(text: str) -> None:
@@ -305,7 +332,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         used = {*(policies if "search" in args.parts else ()),
                 *(args.mixed_policies.split(",") if "mixed" in args.parts else ()),
                 *(("superkernel",) if "soak" in args.parts else ())}
-        models = tenants(kinds, args.each, Path(temporary), sorted(used), slo_ms=args.slo_ms, say=say)
+        models = tenants(kinds, args.each, Path(temporary), sorted(used), slo_ms=args.slo_ms, prepared=args.prepared,
+                         say=say)
         if "search" in args.parts:
             starts = _starts(args.start)
             for policy in policies:
