@@ -237,7 +237,7 @@ def dynamic_batches(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[]
 
 
 def second_process(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A second process with a full cache; four at a time, each mostly waiting for TensorFlow to start."""
+    """A second process with a full cache; several at a time, each mostly waiting for TensorFlow to start."""
     from . import restart
     from .workloads import select
 
@@ -333,7 +333,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, default=100, help="batch sizes of the dynamic part, from 1")
     parser.add_argument("--samples", type=int, default=5, help="of them compared with static rewrites")
     parser.add_argument("--xla-seconds", type=float, default=10.0, help="time for more XLA compiles, per workload")
-    parser.add_argument("--jobs", type=int, default=4, help="processes at a time in the restart part")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at a time in the restart part")
     parser.add_argument("--peers", default="jax,torch", help="libraries of the peers part")
     parser.add_argument("--scratch", type=Path, help="folder of float64 results and kernel caches (default: a new one)")
     parser.add_argument("--dry", action="store_true", help="without a GPU: CUDA text is compiled, the host's is run")
