@@ -1,19 +1,20 @@
 """What must hold on a GPU, in one command: kernels against the interpreter, workloads against TensorFlow, a benchmark.
 
-    python -m models.gpu_check [--out DIR] [--minutes 8.5] [--parts kernels,workloads,bench,dynamic,restart,peers]
+    python -m models.gpu_check [--out DIR] [--minutes 8.5] [--parts tests,sanitize,kernels,workloads,bench,...]
 
-Parts: ``kernels`` random graphs against the interpreter; ``workloads`` stitched against TensorFlow; ``bench``
-TensorFlow, XLA and stitched, the batch known and unknown; ``dynamic`` one rewrite for many batch sizes; ``restart`` a
-second process with a full cache; ``peers`` JAX and PyTorch.  Each runs in a process of its own and writes DIR/PART.json
-after every step; a process that dies is started again behind the step that killed it, and a second run goes on where
-the first one ended.  At the end DIR/results.json and .txt (tables, promises kept or not) and plots are made of all
-that is known.
+Parts: ``tests`` pytest on tests/gpu, file by file; ``sanitize`` compute-sanitizer on random graphs; ``kernels`` random
+graphs against the interpreter; ``workloads`` stitched against TensorFlow; ``bench`` TensorFlow, XLA and stitched, the
+batch known and unknown; ``dynamic`` one rewrite for many batch sizes; ``restart`` a second process with a full cache;
+``peers`` JAX and PyTorch.  Each runs in a process of its own and writes DIR/PART.json after every step; a process that
+dies is started again behind the step that killed it, and a second run goes on where the first one ended.  At the end
+DIR/results.json and .txt (tables, promises kept or not) and plots are made of all that is known.
 """
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,8 +31,10 @@ from .peers.definitions import DEFINITIONS
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 
-WEIGHTS = {"kernels": 1.0, "workloads": 1.0, "bench": 5.0, "dynamic": 1.5, "restart": 1.0, "peers": 3.0}  # of the time
+WEIGHTS = {"tests": 1.5, "sanitize": 1.0, "kernels": 1.0, "workloads": 1.0, "bench": 5.0, "dynamic": 1.5,
+           "restart": 1.0, "peers": 3.0}  # of the time
 PARTS = tuple(WEIGHTS)
+ROOT = Path(__file__).resolve().parents[1]
 CHUNKS, PER_CHUNK = 12, 25
 WRONG = 1e-4  # of an output's largest value, without TF32
 FATAL = ("CUDA_ERROR", "cuMemcpy", "cuLaunch", "cuCtx", "illegal memory", "launch failed", "Cuda")
@@ -77,6 +80,46 @@ def walk(record: Record, steps: Iterable[tuple[str, Callable[[], Any]]], end: fl
 def _short(result: dict[str, Any]) -> str:
     return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items()
                      if not isinstance(v, list | dict))
+
+
+# --- tests and sanitizers --------------------------------------------------------------------------
+
+def tests(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The tests that need a GPU, file by file."""
+    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        yield path.name, lambda path=path: _pytest(path, args.end)
+
+
+def _pytest(path: Path, end: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pytest", str(path), "-p", "no:cacheprovider", "-rf", "--tb=short"]
+    done = subprocess.run(command, cwd=ROOT, text=True, check=False, timeout=max(20.0, end - time.time()),
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    count = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout[-400:])}
+    if done.returncode or not count.get("passed"):
+        raise AssertionError(f"{count} {done.stdout[-1500:]}")
+    return count
+
+
+def sanitize(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Random graphs under compute-sanitizer's tools."""
+    for tool in ("memcheck", "racecheck"):
+        yield tool, lambda tool=tool: _sanitized(tool, args)
+
+
+def _sanitized(tool: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What a tool finds in two chunks of random graphs.  Raises when it finds anything, or a result is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        check = ["-m", "models.gpu_check", f"--out={folder}", "--minutes=2", "--parts=kernels", "--chunks=2"]
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all",
+                   sys.executable, *check]
+        done = subprocess.run(command, cwd=ROOT, text=True, check=False, timeout=max(20.0, args.end - time.time()),
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        steps = Record(Path(folder, "kernels.json")).steps.values()
+    compared, wrong = (sum(v.get(k, 0) for v in steps) for k in ("compared", "wrong"))
+    said = [line.strip("= ") for line in done.stdout.splitlines() if "SUMMARY" in line]
+    if done.returncode or wrong or not compared:
+        raise AssertionError(f"exit status {done.returncode}, {compared} compared, {wrong} wrong, {'; '.join(said)}")
+    return {"compared": compared, "wrong": wrong, "summary": "; ".join(said)}
 
 
 # --- kernels: random graphs against the interpreter ------------------------------------------------
@@ -261,8 +304,8 @@ def other_libraries(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[]
         yield f"{row['workload']}, {row['how']}", lambda row=row: {"rows": [row], **row}
 
 
-RUN = {"kernels": kernels, "workloads": workloads, "bench": benchmark, "dynamic": dynamic_batches,
-       "restart": second_process, "peers": other_libraries}
+RUN = {"tests": tests, "sanitize": sanitize, "kernels": kernels, "workloads": workloads, "bench": benchmark,
+       "dynamic": dynamic_batches, "restart": second_process, "peers": other_libraries}
 
 
 # --- the command -----------------------------------------------------------------------------------
