@@ -34,6 +34,7 @@ TARGETS = {
     "tensorflow/core/framework/op_kernel.h": f"{_CORE}:framework",
     "tensorflow/core/framework/shape_inference.h": f"{_CORE}:framework",
     "tensorflow/core/lib/core/threadpool.h": f"{_CORE}:lib",
+    "tensorflow/core/platform/env.h": f"{_CORE}:lib",
     "tensorflow/core/platform/tensor_float_32_utils.h": f"{_CORE}/platform:tensor_float_32_utils",
     "tensorflow/core/protobuf/config.pb.h": f"{_CORE}:protos_all_cc",
     "tensorflow/core/profiler/lib/traceme.h": f"{_CORE}/profiler/lib:traceme",

@@ -228,6 +228,7 @@ void Coalescer::TakeOut(Request* request, Gone* gone) {
   auto found = requests_.find(request->id_);
   gone->push_back(std::move(found->second));
   requests_.erase(found);
+  room_.notify_all();  // before it is answered: who gets the answer may be who waits for room
 }
 
 // Calls Done, with the lock released.

@@ -1,15 +1,27 @@
 #include "held_call.h"
 
+#include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "tensorflow/core/lib/core/threadpool.h"
+#include "tensorflow/core/platform/env.h"
 #include "tensorflow/core/protobuf/config.pb.h"
 
 namespace tf_stitch {
 namespace {
 
 using tensorflow::CancellationManager;
+
+// Steps whose executor has no threads of its own (RunOptions.inter_op_thread_pool -1) go on here.
+tensorflow::thread::ThreadPool& Threads() {
+  static auto& threads =
+      *new tensorflow::thread::ThreadPool(tensorflow::Env::Default(), "tf_stitch_answers",
+                                          std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 4, 16));
+  return threads;
+}
 
 absl::Status StatusOf(Outcome outcome, const std::string& name, const std::string& why) {
   switch (outcome) {
@@ -26,6 +38,14 @@ absl::Status StatusOf(Outcome outcome, const std::string& name, const std::strin
 }
 
 }  // namespace
+
+void HeldCall::Continue(std::function<void()> what) const {
+  if (ctx_->run_all_kernels_inline()) {
+    Threads().Schedule(std::move(what));
+  } else {
+    (*ctx_->runner())(std::move(what));
+  }
+}
 
 void HeldCall::Describe(const std::string& program, Request* request) const {
   const tensorflow::SessionMetadata* metadata = ctx_->session_metadata();

@@ -33,8 +33,8 @@ class HeldCall {
   void Unwatch();
   tensorflow::AsyncOpKernel::DoneCallback TakeDone() { return std::move(done_); }
 
-  // Runs `what` on a thread of the step's.
-  void Continue(std::function<void()> what) const { (*ctx_->runner())(std::move(what)); }
+  // Runs `what` on another thread: whoever calls this is a lane, which others wait for.
+  void Continue(std::function<void()> what) const;
 
  private:
   void Describe(const std::string& program, Request* request) const;

@@ -9,7 +9,7 @@ rounds follow each other as under load.  Systems:
   timeslice     PyTorch, one stream after the other, the device waited for in between
   hyperq        PyTorch, each stream's product on a CUDA stream of its own
   cublas        PyTorch's batched product (cuBLAS) on one stacked tensor: no separate allocations; a lower bound
-  timeslice_c, hyperq_c   as above, but cuBLASLt called from C++ without Python's cost per call
+  timeslice_c, hyperq_c   as above, but cuBLASLt is called from C++, without Python's cost per call
 
 PyTorch runs in a process of its own.  Products are float32 with TF32 allowed, and are compared with float64.
 """

@@ -67,6 +67,8 @@ def check() -> None:
 
 def load() -> Any:
     """Loads the op library once and returns its module (``stitched_program`` is the op).  Raises LibraryError."""
+    import tensorflow  # noqa: F401  before the lock: whoever watches for its import calls this function
+
     with _lock:
         return _load()
 

@@ -185,6 +185,23 @@ def test_cancelled_by_the_step_s_timeout():
         assert ended > 0 and stats()["tenants"]["other"]["completed"] == 100
 
 
+@pytest.mark.parametrize("pool", [0, -1])
+def test_programs_in_a_row_with_room_for_one(pool):
+    """A step goes on with its next program while the lane is busy and nothing more may be held (-1: on no pool)."""
+    program, x = programs.axpb(), floats(40, 7)
+    with tf.Graph().as_default() as graph:
+        node = stitched(program, axpb_in_tf)
+        y = given = tf.compat.v1.placeholder(tf.float32, [None, None])
+        for _ in range(6):
+            y = node(y)
+    session = tf.compat.v1.Session(graph=graph)
+    options = tf.compat.v1.RunOptions(inter_op_thread_pool=pool)
+    want = session.run(y, {given: x})
+    with coalescing(max_instances=1, workers=1), concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for got in threads.map(lambda _: session.run(y, {given: x}, options=options), range(100)):
+            np.testing.assert_array_equal(got, want)
+
+
 def test_switched_while_requests_come():
     model = Model("switched", "chain")
     x, y = floats(500), floats(500) + 1
