@@ -2,14 +2,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from ..ir import dims as D
 from ..ir.dims import Dim, Expr, Symbol
 from ..ir.graph import Node
 from ..schedule import rules
 from ..schedule.kernel_schedule import KernelSchedule, Part, RowChain, Stage
+from ..schedule.products import have_products
 from ..schedule.rules import Index
 from ..schedule.storage import HEAVY
+from ..schedule.tile import guess
 from .kernel import INDEX_LIMIT, Kernel
 from .loops import Loops
 from .rows import Rows
@@ -82,6 +85,17 @@ class KernelEmitter:
         """The pointer of a group input."""
         return self.inputs.setdefault(node, f"x{len(self.inputs)}")
 
+    def first_of(self, nodes: Sequence[Node]) -> int | None:
+        """The first of the buffers of some inputs when these are neighbours in this order; they are made so if new."""
+        if self.target.is_host or any(n in self.schedule.members for n in nodes) or len(set(nodes)) < len(nodes):
+            return None
+        if not any(n in self.inputs for n in nodes):
+            for n in nodes:
+                self.input_name(n)
+        known = list(self.inputs)
+        first = known.index(nodes[0]) if nodes[0] in self.inputs else len(known)
+        return first if known[first:first + len(nodes)] == list(nodes) else None
+
     def table(self, c: str, values: str) -> str:
         """A constant array declared at the top of the kernel."""
         return self.tables.setdefault((c, values), f"t{len(self.tables)}")
@@ -111,7 +125,7 @@ class KernelEmitter:
     def _text(self) -> str:
         bits = 32 if self._small() else 64
         names = [*self.inputs.values(), *self.outputs.values()]
-        lines = [f"TS_KERNEL({_PLACEHOLDER}, {len(names)}, {len(self.dims)}) {{", f"  TS_ENTER({bits})"]
+        lines = [self._header(len(names)), f"  TS_ENTER({bits})"]
         for k, (node, name) in enumerate(zip((*self.inputs, *self.outputs), names, strict=True)):
             macro = "TS_IN" if name.startswith("x") else "TS_OUT"
             lines.append(f"  {macro}({storage_type(node.dtype)}, {name}, {k})")
@@ -120,6 +134,13 @@ class KernelEmitter:
                   f"  const {c} {name}[] = {{{v}}};" for (c, v), name in self.tables.items()]
         lines += ["  " + x for x in self.scopes.stack[0].lines]
         return "\n".join([*lines, "}", ""])
+
+    def _header(self, buffers: int) -> str:
+        """The macro that begins the kernel."""
+        args = f"{_PLACEHOLDER}, {buffers}, {len(self.dims)}"
+        if not have_products(self.schedule.members, self.target):
+            return f"TS_KERNEL({args}) {{"
+        return f"TS_KERNEL_WIDE({args}, {1 if guess(self.schedule.blocks) <= self.target.cores else 2}) {{"
 
     def _sizes(self) -> list[Dim]:
         """How many elements there are to count, of every tensor and every fold's domain."""
@@ -220,13 +241,25 @@ class StageEmitter:
         """The pointer to a value in memory."""
         return self.kernel.outputs.get(node) or self.kernel.input_name(node)
 
+    def position(self, node: Node, index: Index) -> Dim:
+        """Where an element lies in its buffer or in its part of shared memory: elements from the start."""
+        if node not in self.part.slots:
+            return rules.linear(index, node.shape)
+        slot = self.part.slots[node]
+        return rules.linear(tuple(i - off for i, (off, _) in zip(index, slot.box, strict=True)), slot.room)
+
+    def pointer(self, node: Node, shared: bool) -> str:
+        """The pointer to where a value is kept."""
+        return self.shared_pointer(node) if shared else self.buffer_pointer(node)
+
     def place(self, node: Node, index: Index, shared: bool) -> str:
         """The lvalue of an element."""
-        if not shared:
-            return f"{self.buffer_pointer(node)}[{self.dim(rules.linear(index, node.shape))}]"
-        slot = self.part.slots[node]
-        local = tuple(i - off for i, (off, _) in zip(index, slot.box, strict=True))
-        return f"{self.shared_pointer(node)}[{self.dim(rules.linear(local, slot.room))}]"
+        at = self.position(node, index) if shared else rules.linear(index, node.shape)
+        return f"{self.pointer(node, shared)}[{self.dim(at)}]"
+
+    def address(self, node: Node, index: Index) -> str:
+        """The address of an element that is read."""
+        return f"{self.pointer(node, node in self.part.slots)} + ({self.dim(self.position(node, index))})"
 
     def load(self, node: Node, index: Index) -> str:
         """An expression that reads an element, in the compute type."""

@@ -16,6 +16,7 @@ from ml_dtypes import finfo
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..ir.graph import Node
+from ..ir.ops import OPS
 from ..schedule.kernel_schedule import OUT, Item
 from ..schedule.labels import Labels, body_operands, operand_labels, reads
 from ..schedule.rules import VIEWS, Index
@@ -25,7 +26,7 @@ from . import contract, tiles
 from .folds import Fold
 from .runs import Runs
 from .text import compute_type, literal
-from .values import compute, declare, evaluate
+from .values import compute, declare, evaluate, seen
 
 if TYPE_CHECKING:
     from .emit import StageEmitter
@@ -36,6 +37,7 @@ STRIP = 256  # TS_STRIP of ts_host.h
 STRIP_SPAN = "t, m"  # the lanes of a strip
 TILE = 16  # lanes of one tile of a transpose: a cache line of float32
 NARROW = 16  # rows shorter than this run together, so many at a time
+LOADS = 32  # of an element, that wait together on a GPU
 MAX_ROWS = 5  # TS_ROWS5 is the largest
 ACCESS = 16  # bytes of a GPU thread's widest access
 
@@ -267,9 +269,31 @@ class Loops:
                 self._maps(index)
 
     def _maps(self, index: Index) -> None:
+        if not self.e.kernel.target.is_host:
+            self._load_first(index)
         for item in self.stage.items:
             if not self._folds(item):
                 self._map_item(item, index)
+
+    def _load_first(self, index: Index) -> None:
+        """Loads what the items read of the kernel's inputs before anything is computed: the loads wait together."""
+        found: dict[tuple[Node, Index], None] = {}
+        stack: list[tuple[Node, Index]] = []
+        for item in reversed(self.stage.items):
+            n = item.node
+            if item.copy or item.body is not n:
+                stack.append((item.body, index))
+            elif OPS[n.op].elementwise:
+                stack.extend((x, index) for x in reversed(n.inputs))
+        while stack and len(found) < LOADS:
+            n, at = seen(self.e, *stack.pop())
+            if self.e.in_memory(n):
+                if n not in self.e.kernel.schedule.members:
+                    found[(n, at)] = None
+            elif OPS[n.op].elementwise:
+                stack.extend((x, at) for x in reversed(n.inputs))
+        for n, at in found:
+            evaluate(self.e, n, at)
 
     def _folds(self, item: Item) -> bool:
         return item.node.op in HEAVY and item.body is item.node and not item.copy

@@ -22,7 +22,7 @@ from ..schedule.rules import Index
 from ..schedule.tile import guess
 from . import contract
 from .text import compute_type
-from .values import evaluate
+from .values import evaluate, seen
 
 if TYPE_CHECKING:
     from .loops import Loops
@@ -31,6 +31,7 @@ CHAIN = 128  # the most products that one float32 accumulator chain sums before 
 WIDE = 4  # elements of one wide access
 SUMS = 32  # sums of all items that a thread keeps in registers, at most
 ROWS = 4  # of a tile, at most
+LOADS = 96  # elements that a thread loads before it folds them, at most
 ACROSS = 8  # threads that read one row together where the folded dim is the contiguous one: a cache line
 
 
@@ -131,7 +132,7 @@ def _tile(loops: Loops, d: int | None, size: int) -> int:
         return 1
     ext = loops.box[d][1]
     if isinstance(ext, int):
-        return next(n for n in (WIDE, 3 if size == 3 else 2, 2, 1) if ext % n == 0)
+        return next(n for n in (WIDE, 2, 3, 1) if ext % n == 0)
     return WIDE if size >= 4 * WIDE else 1
 
 
@@ -170,6 +171,30 @@ def _pieces(loops: Loops, x: Node, axis: int) -> Iterator[Dim]:
         for y in x.inputs:
             if y.rank == x.rank:
                 yield from _pieces(loops, y, axis)
+
+
+Side = tuple[str, int | None, int]  # the first row or column of a tile, its dim and how many there are
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of the folded dim in which every operand is one tensor."""
+
+    start: Dim
+    length: Dim
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some rounds of a range, ``start`` elements behind its start: in a round every sharing thread takes a run.
+
+    ``partial``: the range may end before the rounds do.
+    """
+
+    range: Range
+    start: Dim
+    rounds: int
+    partial: bool
 
 
 class Tiles:
@@ -269,76 +294,170 @@ class Tiles:
         return name
 
     def _all_ranges(self, acc: str) -> None:
-        cuts = _cuts(self.loops, self.plan.along)
         with ExitStack() as stack:
             for d in self.plan.folded:
                 stack.enter_context(self.loops.serial(d))
-            for start, end in itertools.pairwise(cuts):
-                self._range(acc, start, end - start, bool(self.plan.folded))
+            batch: list[Segment] = []
+            for start, end in itertools.pairwise(_cuts(self.loops, self.plan.along)):
+                if isinstance(start, int) and isinstance(end, int):
+                    self._known_range(acc, start, end - start, batch)
+                else:
+                    self._unknown_range(acc, start, end - start)
+            self._batch(acc, batch)
 
-    def _range(self, acc: str, start: Dim, length: Dim, nested: bool) -> None:
-        """Folds a range of the folded dim, in pieces where it is long."""
-        step = CHAIN * self.split.sharing
-        long = not isinstance(length, int) or length > step or nested
-        if not (long and self.fold.pairwise):
-            even = isinstance(length, int) and length % (self.split.run * self.split.sharing) == 0
-            self._runs(acc, self.e.dim(start), self.e.dim(length), start, length, "_EVEN" if even else "")
+    def _known_range(self, acc: str, start: int, length: int, batch: list[Segment]) -> None:
+        """Folds a range: whole batches in a loop, what is left joins ``batch``, which is folded when it is full."""
+        round_ = self.split.run * self.split.sharing
+        rounds, rest = divmod(length, round_)
+        most = self._most()
+        whole = rounds // most * most if rounds > 2 * most else 0
+        if whole:
+            self._loop(acc, Range(start, length), whole * round_, most)
+        left = [Segment(Range(start, length), k * round_, min(most, rounds - k), False)
+                for k in range(whole, rounds, most)]
+        if rest:
+            left.append(Segment(Range(start, length), rounds * round_, 1, True))
+        for s in left:
+            if batch and sum(x.rounds for x in batch) + s.rounds > most:
+                self._batch(acc, batch)
+                batch.clear()
+            batch.append(s)
+
+    def _loop(self, acc: str, whole: Range, length: int, rounds: int) -> None:
+        """Folds the first ``length`` elements of a range, some rounds at a time and in pieces where it is long."""
+        step = rounds * self.split.run * self.split.sharing
+        piece = max(CHAIN // (rounds * self.split.run), 1) * step
+        if length > piece and self.fold.pairwise:
+            with self.scopes.block(f"TS_STEPS(u, 0, {length}, {piece})"):
+                part = self._sums("p")
+                with self.scopes.block(f"TS_STEPS(s, u, ts_imin({piece}, {length} - u), {step})", ("ts_s",)):
+                    self._batch(part, [Segment(whole, D.symbol("ts_s", 0, None), rounds, False)])
+                self.scopes.line(f"TS_EACH(q, {self.sums}) {acc}[q] += {part}[q];")
             return
-        o, x = self.e.factor(start), self.e.factor(length)
-        with self.scopes.block(f"TS_STEPS(u, {o}, {x}, {step})"):
+        with self.scopes.block(f"TS_STEPS(s, 0, {length}, {step})", ("ts_s",)):
+            self._batch(acc, [Segment(whole, D.symbol("ts_s", 0, None), rounds, False)])
+
+    def _unknown_range(self, acc: str, start: Dim, length: Dim) -> None:
+        """Folds a range of unknown length: no round is known to be whole."""
+        rounds = max(self._most() // 2, 1)
+        step = rounds * self.split.sharing
+        piece = max(CHAIN // rounds, 1) * step
+        x = self.e.factor(length)
+        with self.scopes.block(f"TS_STEPS(u, 0, {x}, {piece})"):
             part = self._sums("p")
-            self._runs(part, "u", f"ts_imin({step}, {o} + {x} - u)", start, length)
+            with self.scopes.block(f"TS_STEPS(s, u, ts_imin({piece}, {x} - u), {step})", ("ts_s",)):
+                self._batch(part, [Segment(Range(start, length), D.symbol("ts_s", 0, None), rounds, True)])
             self.scopes.line(f"TS_EACH(q, {self.sums}) {acc}[q] += {part}[q];")
 
-    def _runs(self, acc: str, offset: str, extent: str, start: Dim, length: Dim, kind: str = "") -> None:
+    def _most(self) -> int:
+        """Rounds whose elements a thread loads before it folds any: so many loads are under way together."""
         s = self.split
-        name = self.e.fresh("k")
-        header = f"TS_RUNS{kind}({name}, {offset}, {extent}, {s.run}, {s.sharing}, {s.stride}, {self._ahead()})"
-        with self.scopes.block(header, (f"ts_{name}",)):
-            inner = self.e.fresh("k")
-            with self.scopes.block(f"TS_EACH({inner}, {s.run})", (f"ts_{inner}",)):
-                at = D.symbol(f"ts_{name}", 0, None) + D.symbol(f"ts_{inner}", 0, s.run - 1) if s.run > 1 \
-                    else D.symbol(f"ts_{name}", 0, None)
-                place = self._bounded(at, start, length)
-                self._products(acc, place)
+        return max(LOADS // (s.run * (s.rows + s.columns * len(self.items))), 1)
 
-    def _bounded(self, at: Dim, start: Dim, length: Dim) -> Dim:
-        """An index variable that is known to lie in a range, from its start on."""
-        base = self.e.index_variable(self.e.dim(at - start), length)
-        return base + start
+    def _batch(self, acc: str, batch: Sequence[Segment]) -> None:
+        """Loads what some rounds read, then folds it."""
+        if not batch:
+            return
+        s = self.split
+        with self.scopes.block(f"TS_SHARES(h, {s.sharing}, {s.stride})", ("ts_h",)):
+            loaded = [(x, self._load(x)) for x in batch]
+            for segment, names in loaded:
+                self._fold_segment(acc, segment, names)
 
-    def _ahead(self) -> int:
-        """Runs whose loads are under way together."""
-        return 4 if self.each * len(self.items) <= WIDE * 2 else 2
+    def _first(self, segment: Segment) -> str:
+        """Text of where the thread's run of round ``g`` of a segment begins."""
+        s = self.split
+        own = "h" if s.run == 1 else f"{s.run} * h"
+        far = "" if segment.rounds == 1 else f" + g * {s.run * s.sharing}"
+        start = "" if segment.start == 0 else f"{self.e.factor(segment.start)} + "
+        return f"{start}{own}{far}"
 
-    def _products(self, acc: str, along: Dim) -> None:
-        """Takes the products at one place of the folded dim into all sums."""
-        p, s = self.plan, self.split
-        index = tuple(along if d == p.along else i for d, i in enumerate(self.loops.index))
-        sides = (("r", p.row, s.rows), ("c", p.column, s.columns))
+    def _load(self, segment: Segment) -> list[list[str]]:
+        """Arrays with what the operands of every item are in a segment, for all of its elements and the whole tile."""
+        s, p = self.split, self.plan
+        count = segment.rounds * s.run
+        whole = segment.range
         known: dict[tuple, str] = {}
         names = []
+        k = self.e.fresh("k")
+        at = D.symbol(f"ts_{k}", 0, whole.length - 1) + whole.start
+        index = tuple(at if d == p.along else i for d, i in enumerate(self.loops.index))
+        sides = (("r", p.row, s.rows), ("c", p.column, s.columns))
+        wanted = []
         for item in self.items:
             pair = []
-            for k, (first, d, each) in enumerate(sides):
-                node, place = contract.factor(item.node, k, index)
-                if (node, place) not in known:
-                    known[(node, place)] = self._values(node, place, first, d, each)
-                pair.append(known[(node, place)])
+            for number, side in enumerate(sides):
+                key = contract.factor(item.node, number, index)
+                if key not in known:
+                    known[key] = self.e.fresh("w")
+                    self.scopes.line(f"{compute_type(key[0].dtype)} {known[key]}[{count * side[2]}];")
+                    wanted.append((*key, known[key], side))
+                pair.append(known[key])
             names.append(pair)
-        with self.scopes.block(f"TS_EACH(r1, {s.rows})"), self.scopes.block(f"TS_EACH(c1, {s.columns})"):
+        with self.scopes.block(f"TS_EACH(g, {segment.rounds})", ("ts_g",)):
+            first = self._first(segment)
+            if segment.partial:
+                first = f"ts_imin({first}, {self.e.dim(whole.length - s.run)})"
+            self.scopes.line(f"const ts_idx {k}_first = {first};")
+            for node, place, name, side in wanted:
+                self._load_run(node, place, name, side, k)
+        for _, _, name, (_, _, each) in wanted:
+            self.scopes.line(f"TS_LOADED({name}, {count * each})")
+        return names
+
+    def _load_run(self, node: Node, place: Index, name: str, side: Side, k: str) -> None:
+        """Fills one run's part of the array of an operand: by wide accesses where it lies so in memory."""
+        letter, d, each = side
+        run = self.split.run
+        along, across = self._wide(node, place, k, run), self._wide(node, place, f"i{d}", each)
+        if along:
+            with self._along_tile(d, letter, f"{letter}1", each):
+                self.scopes.line(f"const ts_idx {k} = {k}_first;")
+                self.scopes.line(f"ts_read<{run}, {each}>({name} + g * {run * each} + {letter}1, {along});")
+            return
+        with self.scopes.block(f"TS_EACH(v, {run})", (f"ts_{k}",)):
+            self.scopes.line(f"const ts_idx {k} = {k}_first + v;")
+            if across and d is not None:
+                with self.scopes.block("", (f"ts_i{d}",)):
+                    self.scopes.line(f"const ts_idx i{d} = {self._inside(d, letter, '0', 1)};")
+                    self.scopes.line(f"ts_read<{each}, 1>({name} + (g * {run} + v) * {each}, {across});")
+                return
+            with self._along_tile(d, letter, f"{letter}1", each):
+                self.scopes.line(f"{name}[(g * {run} + v) * {each} + {letter}1] = {evaluate(self.e, node, place)};")
+
+    def _wide(self, node: Node, place: Index, symbol: str, count: int) -> str:
+        """The address of ``count`` neighbours along a symbol, where they are neighbours in memory and well aligned."""
+        if count == 1 or (symbol.startswith("i") and self._is_ragged(int(symbol[1:]), count)):
+            return ""
+        node, place = seen(self.e, node, place)
+        if not self.e.in_memory(node):
+            return ""
+        name, at = f"ts_{symbol}", self.e.position(node, place)
+        here = D.symbol(name)
+        if D.substitute(at, {name: here + 1}) - D.substitute(at, {name: here}) != 1:
+            return ""
+        offset = self.box[int(symbol[1:])][0] if symbol.startswith("i") else 0
+        start = D.substitute(at, {name: offset + here * count})
+        return self.e.address(node, place) if D.mod(start, count) == 0 else ""
+
+    def _is_ragged(self, d: int, each: int) -> bool:
+        ext = self.box[d][1]
+        return each > 1 and not (isinstance(ext, int) and ext % each == 0)
+
+    def _fold_segment(self, acc: str, segment: Segment, names: Sequence[Sequence[str]]) -> None:
+        s = self.split
+        with self.scopes.block(f"TS_EACH(g, {segment.rounds})"), ExitStack() as stack:
+            if segment.partial:
+                inside = f"{self._first(segment)} < {self.e.dim(segment.range.length)}"
+                stack.enter_context(self.scopes.block(f"if ({inside})", conditional=True))
+            for loop in (f"TS_EACH(v, {s.run})", f"TS_EACH(r1, {s.rows})", f"TS_EACH(c1, {s.columns})"):
+                stack.enter_context(self.scopes.block(loop))
             for k, (item, (a, b)) in enumerate(zip(self.items, names, strict=True)):
                 q = f"{acc}[{k * self.each} + r1 * {s.columns} + c1]"
-                value = contract.pair(self.e, item.node.dtype, f"{a}[r1]", f"{b}[c1]")
-                self.scopes.line(self.fold.step(q, value))
-
-    def _values(self, node: Node, place: Index, first: str, d: int | None, each: int) -> str:
-        """An array with what an operand is at the rows or columns of the tile."""
-        name = self.e.fresh("w")
-        self.scopes.line(f"{compute_type(node.dtype)} {name}[{each}];")
-        with self._along_tile(d, first, f"{first}1", each):
-            self.scopes.line(f"{name}[{first}1] = {evaluate(self.e, node, place)};")
-        return name
+                at = f"g * {s.run} + v"
+                pair = contract.pair(self.e, item.node.dtype, f"{a}[({at}) * {s.rows} + r1]",
+                                     f"{b}[({at}) * {s.columns} + c1]")
+                self.scopes.line(self.fold.step(q, pair))
 
     # --- results ------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Results that need no rounding: they are one of the operands, or it without its fraction or sign.
 _EXACT = frozenset({"neg", "abs", "sign", "max", "min", "floor", "ceil", "rint"})
+MANY_PIECES = 4  # of a concat, for which a table of their addresses pays
 _SIGNED = {"add": "+", "sub": "-", "mul": "*"}  # unsigned arithmetic wraps, signed is undefined
 
 
@@ -51,6 +52,18 @@ def _seen(e: StageEmitter, node: Node, index: Index) -> Index:
     if start == 0:
         return index
     return tuple(i + start - first if first else i for i, first in zip(index, node.attrs["starts"], strict=True))
+
+
+def seen(e: StageEmitter, node: Node, index: Index) -> tuple[Node, Index]:
+    """What a chain of views and concatenations shows at an index: a node that is neither, or is in memory."""
+    while not e.in_memory(node):
+        if node.op in rules.VIEWS:
+            node, index = node.inputs[0], _seen(e, node, rules.VIEWS[node.op](node, index))
+        elif node.op == "concat" and (piece := _piece(node, index)) is not None:
+            node, index = piece
+        else:
+            break
+    return node, index
 
 
 def compute(e: StageEmitter, node: Node, index: Index) -> str:
@@ -220,14 +233,57 @@ def _pad(e: StageEmitter, node: Node, index: Index) -> str:
     return _conditional(e, node, start, [(" && ".join(conditions), value)])
 
 
+def _piece(node: Node, index: Index) -> tuple[Node, Index] | None:
+    """The operand of a concat that an index is known to lie in, and the index there."""
+    axis = node.attrs["axis"]
+    at = index[axis]
+    for x, start in zip(node.inputs, rules.concat_starts(node), strict=True):
+        if D.prove_le(start, at) and D.prove_le(at + 1, start + x.shape[axis]):
+            return x, (*index[:axis], at - start, *index[axis + 1:])
+    return None
+
+
+def _is_table(node: Node) -> bool:
+    """True for a concat of many tensors of one shape, such as a stack."""
+    return len(node.inputs) >= MANY_PIECES and len({x.shape for x in node.inputs}) == 1 \
+        and D.prove_le(1, node.inputs[0].shape[node.attrs["axis"]])
+
+
+def _reshaped(e: StageEmitter, node: Node) -> Node:
+    """What lies in memory in the order of a node's elements."""
+    while node.op == "reshape" and not e.in_memory(node):
+        node = node.inputs[0]
+    return node
+
+
+def _looked_up_piece(e: StageEmitter, node: Node, index: Index, first: int) -> str:
+    """An element of a concat of inputs that are neighbours among the kernel's buffers: no condition for each."""
+    axis, x = node.attrs["axis"], node.inputs[0]
+    size, c = x.shape[axis], storage_type(node.dtype)
+    where = (index[axis],)
+    with e.scopes.at(e.scopes.depth_of(where)):
+        pointer = e.scopes.find((node, where))
+        if pointer is None:
+            pointer = e.scopes.top.values[(node, where)] = e.fresh("p")
+            piece = e.factor(D.floordiv(index[axis], size))
+            e.scopes.line(f"const {c}* {pointer} = TS_BUFFER({c}, {first} + {piece});")
+    at = rules.linear((*index[:axis], D.mod(index[axis], size), *index[axis + 1:]), x.shape)
+    text = f"{pointer}[{e.dim(at)}]"
+    return text if c == compute_type(node.dtype) else f"ts_load({text})"
+
+
 def _concat(e: StageEmitter, node: Node, index: Index) -> str:
     axis = node.attrs["axis"]
     at = index[axis]
+    piece = _piece(node, index)
+    if piece is not None:
+        return evaluate(e, *piece)
+    first = e.kernel.first_of([_reshaped(e, x) for x in node.inputs]) if _is_table(node) else None
+    if first is not None:
+        return _looked_up_piece(e, node, index, first)
     cases: list[tuple[str, Callable[[], str]]] = []
     for x, start in zip(node.inputs, rules.concat_starts(node), strict=True):
         size = x.shape[axis]
-        if D.prove_le(start, at) and D.prove_le(at + 1, start + size):
-            return evaluate(e, x, (*index[:axis], at - start, *index[axis + 1:]))
         if D.prove_le(at + 1, start) or D.prove_le(start + size, at):
             continue
 

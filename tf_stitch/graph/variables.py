@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
 from .shapes import variable_shape
-from .view import GraphView
+from .view import RET_OPS, GraphView
 
 READERS = frozenset({"ResourceGather", "ReadVariableOp", "VariableShape"})
 
@@ -30,7 +30,16 @@ def read_before_gathers(source: graph_pb2.GraphDef | function_pb2.FunctionDef,
     out.CopyFrom(source)
     nodes = out.node_def if isinstance(out, function_pb2.FunctionDef) else out.node
     taken = {n.name for n in nodes}
-    made = [m for n in nodes for m in (_replaced(n, view, taken) if n.name in chosen else [n])]
+    # What must run is known by name.  In a function that is the read, so that the gather may join a cluster.
+    renamed = {}
+    if view.is_function or any(n.op in RET_OPS for n in view):
+        renamed = {name: _free(f"{name}/gather", taken) for name in chosen}
+    for n in nodes:
+        n.input[:] = [i if i.startswith("^") else _renamed(i, renamed) for i in n.input]
+    if isinstance(out, function_pb2.FunctionDef):
+        for key, ref in out.ret.items():
+            out.ret[key] = _renamed(ref, renamed)
+    made = [m for n in nodes for m in (_replaced(n, view, taken, renamed.get(n.name)) if n.name in chosen else [n])]
     copies = [node_def_pb2.NodeDef.FromString(m.SerializeToString()) for m in made]
     del nodes[:]
     nodes.extend(copies)
@@ -84,9 +93,12 @@ def _is_only_read(view: GraphView, handle: tuple[str, int]) -> bool:
     return readers <= READERS
 
 
-def _replaced(node: node_def_pb2.NodeDef, view: GraphView, taken: set[str]) -> Iterable[node_def_pb2.NodeDef]:
+def _replaced(node: node_def_pb2.NodeDef, view: GraphView, taken: set[str],
+              name: str | None) -> Iterable[node_def_pb2.NodeDef]:
+    """A read and a gather instead of a ResourceGather; the read has its name if the gather is given another."""
     body = view.is_function
-    read = node_def_pb2.NodeDef(name=_free(f"{node.name}/read", taken), op="ReadVariableOp", device=node.device,
+    read = node_def_pb2.NodeDef(name=node.name if name else _free(f"{node.name}/read", taken),
+                                op="ReadVariableOp", device=node.device,
                                 input=[node.input[0], *(i for i in node.input if i.startswith("^"))])
     read.attr["dtype"].type = node.attr["dtype"].type
     axis = node_def_pb2.NodeDef(name=_free(f"{node.name}/axis", taken), op="Const", device=node.device)
@@ -94,7 +106,7 @@ def _replaced(node: node_def_pb2.NodeDef, view: GraphView, taken: set[str]) -> I
     axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(node.attr["batch_dims"].i, tf.int32))
     gather = node_def_pb2.NodeDef()
     gather.CopyFrom(node)
-    gather.op = "GatherV2"
+    gather.name, gather.op = name or node.name, "GatherV2"
     ends = (":value:0", ":output:0") if body else ("", "")
     gather.input[0] = read.name + ends[0]
     gather.input.insert(2, axis.name + ends[1])

@@ -25,6 +25,8 @@ BLOCK_OVERHEAD = 300  # element operations that starting a block costs
 STAGE_OVERHEAD = 30
 FINE_WORK = 20_000  # element operations that are worth a core of their own
 PER_CYCLE = 24  # element operations that one host core does in a cycle, seen over typical kernels
+DROPS = 16  # in how many steps, about, a GPU's block gives up all values that it may compute again
+IDLE = 0.25  # blocks that leave all multiprocessors idle but one would have to be so much faster
 OPS_PER_NS = 100  # element operations that a multiprocessor of a GPU does in a nanosecond
 ACROSS = 8  # elements along both sides of a transpose from which on staging it pays
 SAMPLES = 5  # blocks that are looked at where a stage's work differs from block to block
@@ -110,7 +112,9 @@ class Attempt:
                 name = self.outputs[0].origin or self.outputs[0].op
                 raise Unschedulable(f"A block that computes '{name}' needs {D.to_text(size)} bytes on chip where "
                                     f"{self.target.shared_bytes} are allowed; split the group.")
-            self.kept.discard(droppable.pop(0))
+            many = 1 if self.target.is_host else max(len(droppable) // DROPS, 1)
+            self.kept.difference_update(droppable[:many])
+            del droppable[:many]
         cost = self._estimate(stages)
         return Part(self.axes, stages, slots, frozenset(self.kept), frozenset(self.read_back), self.blocks, size, cost,
                     self.product_ns, chains)
@@ -213,7 +217,8 @@ class Attempt:
             self.product_ns = block_ns(stages, self.kept, blocks, lambda d: _number(d, envs))
             others = sum(_number(D.product(e for _, e in s.box), envs) * sum(self._stage_weight(s, envs))
                          for s in stages if not any(map(is_product, s.items)))
-            self.time = rounds * (self.product_ns + others / OPS_PER_NS)
+            idle = max(1 - blocks / self.target.cores, 0)
+            self.time = rounds * (self.product_ns + others / OPS_PER_NS) * (1 + IDLE * idle)
         return D.floordiv(cost, PER_CYCLE) + 1
 
     def _samples(self) -> list[dict[str, int]]:

@@ -126,7 +126,7 @@ def _build_part(nodes: list[Node], outputs: list[Node], target: Target, wanted: 
     for o in outputs:
         if o.shape == primary.shape and None in tags.get(o, (None,)):
             tags[o] = tuple(range(o.rank))  # not tied to the primary: any split will do
-    storage = Storage(nodes, outputs)
+    storage = Storage(nodes, outputs, have_products(nodes, target))
 
     def attempt(tile: Tile) -> Attempt:
         return Attempt(nodes, outputs, primary, tags, tile, target, storage)
@@ -135,8 +135,9 @@ def _build_part(nodes: list[Node], outputs: list[Node], target: Target, wanted: 
         return attempt(wanted.tile(primary.shape)).part
     tiles = _tiles(primary, nodes, target)
     if have_products(nodes, target):
-        return _product_part(attempt, itertools.chain(product_tiles(primary.shape, target.cores),
-                                                      itertools.islice(tiles, FEW_TILES)), _alike(nodes), known)
+        made_for = product_tiles(primary.shape, target.cores, _is_chain(nodes))
+        tiles = itertools.chain(made_for, itertools.islice(tiles, FEW_TILES))
+        return _product_part(attempt, tiles, _alike(nodes, outputs), known)
     best = _best(attempt, tiles, GOOD_ENOUGH).made
     if best.time > SERIAL * best.ideal + SMALL_TIME and best.part.kept - set(outputs):
         raise Unschedulable(f"Blocks that compute '{primary.origin or primary}' would repeat each other's work or "
@@ -190,15 +191,28 @@ def _best(attempt: Callable[[Tile], Attempt], tiles: Iterable[Tile], good_enough
     return best
 
 
-def _alike(nodes: Sequence[Node]) -> Hashable:
-    """Equal for sets of nodes that differ in constants and in where their slices begin."""
+def _is_chain(nodes: Sequence[Node]) -> bool:
+    """True when a product is folded again: a block then needs whole rows of it."""
+    behind: set[Node] = set()
+    for n in nodes:
+        if any(x in behind for x in n.inputs):
+            if n.op in HEAVY:
+                return True
+            behind.add(n)
+        elif n.op == "dot":
+            behind.add(n)
+    return False
+
+
+def _alike(nodes: Sequence[Node], outputs: Sequence[Node]) -> Hashable:
+    """Equal for parts that differ in constants and in where their slices begin."""
     number = {n: k for k, n in enumerate(nodes)}
     out = []
     for n in nodes:
         attrs = tuple((k, v) for k, v in sorted(n.attrs.items()) if k not in ("value", "starts", "index"))
         inputs = tuple(number.get(x, x.shape) for x in n.inputs)
         out.append((n.op, n.shape, n.dtype, repr(attrs), inputs))
-    return tuple(out)
+    return tuple(out), tuple(number[o] for o in outputs)
 
 
 def _folded_work(node: Node) -> int:

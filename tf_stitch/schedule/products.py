@@ -52,7 +52,13 @@ def block_ns(stages: Sequence[Stage], kept: Collection[Node], blocks: int, size:
 
 def _operands(items: Iterable[Item], box: Sequence[int]) -> dict[tuple[Node, int], None]:
     """What products read, with the bytes that a block fetches of it."""
-    return dict.fromkeys((x, _bytes(i.node, k, box)) for i in items for k, x in enumerate(i.node.inputs))
+    return dict.fromkeys((_viewed(x), _bytes(i.node, k, box)) for i in items for k, x in enumerate(i.node.inputs))
+
+
+def _viewed(x: Node) -> Node:
+    while x.op == "reshape":
+        x = x.inputs[0]
+    return x
 
 
 def _bytes(dot: Node, k: int, box: Sequence[int]) -> int:

@@ -28,10 +28,27 @@ def weight(node: Node) -> int:
     return 12 if OPS[node.op].cost == EXPENSIVE else 1
 
 
-class Storage:
-    """The choice for one set of nodes.  ``kept`` are the nodes whose values live in memory, in order."""
+def _unshaped(node: Node) -> Node:
+    while node.op == "reshape":
+        node = node.inputs[0]
+    return node
 
-    def __init__(self, nodes: Sequence[Node], outputs: Iterable[Node]):
+
+def _unmoved(node: Node, axes: Sequence[int]) -> tuple[Node, tuple[int, ...]]:
+    """What a chain of transposes shows, and the axes there."""
+    while node.op == "transpose":
+        axes = tuple(node.attrs["perm"][a] for a in axes)
+        node = node.inputs[0]
+    return node, tuple(axes)
+
+
+class Storage:
+    """The choice for one set of nodes.  ``kept`` are the nodes whose values live in memory, in order.
+
+    ``in_tiles``: products are computed in tiles (on a GPU), whose operands should be read without conditions.
+    """
+
+    def __init__(self, nodes: Sequence[Node], outputs: Iterable[Node], in_tiles: bool = False):
         self.nodes = list(nodes)
         self.members = set(nodes)
         self.outputs = set(outputs)
@@ -43,6 +60,8 @@ class Storage:
         self.kept: set[Node] = {n for n in nodes if n in self.outputs or n.op in HEAVY}
         self._keep_before_broadcasts()
         self._keep_shared_work()
+        if in_tiles:
+            self._keep_stacks()
 
     def _weight_to_kept(self, node: Node) -> int:
         """Work of computing one element of ``node`` from kept values and inputs."""
@@ -92,6 +111,16 @@ class Storage:
             self.kept.discard(n)
             if self._weight_to_kept(n) >= KEEP_WEIGHT:
                 self.kept.add(n)
+
+    def _keep_stacks(self) -> None:
+        """A concat that a product reads across its pieces is put together first."""
+        for n in self.nodes:
+            for x, contract in zip(n.inputs, n.attrs["contract"], strict=True) if n.op == "dot" else ():
+                source, axes = _unmoved(x, contract)
+                computed = any(p in self.members for p in map(_unshaped, source.inputs))
+                if source.op == "concat" and source in self.members and computed \
+                        and source.attrs["axis"] not in axes and len(source.inputs) > 2:
+                    self.kept.add(source)
 
     def droppable(self) -> list[Node]:
         """Kept values that may be computed again instead, in the order that seeds the shrinking.

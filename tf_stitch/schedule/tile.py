@@ -152,21 +152,23 @@ def candidates(shape: Shape, elements: int, wide: Sequence[int], least: int) -> 
 
 
 PANELS = (8, 16, 32, 64)  # columns of a product that a block may own
+FEW_ROWS = 16  # rows that one block may own although fewer would do for all cores to have one
 
 
-def product_tiles(shape: Shape, cores: int) -> Iterator[Tile]:
-    """Tiles for products on a GPU: some columns and as many rows as give every core a block."""
+def product_tiles(shape: Shape, cores: int, whole_rows: bool = False) -> Iterator[Tile]:
+    """Tiles for products on a GPU: some columns, or whole rows, and as many rows as give every core a block."""
     if not shape:
         return
     *lead, columns = shape
     rows = max(guess(D.product(lead)), 1)
-    for panel in (*PANELS, None):
+    for panel in (None,) if whole_rows else (*PANELS, None):
         if panel is not None and panel >= guess(columns):
             continue
         across = 1 if panel is None else -(-guess(columns) // panel)
         share = max(-(-rows * across // cores), 1)
         chunk = 1 << (share - 1).bit_length()
-        yield (*_rows(lead, chunk), panel)
+        for many in sorted({chunk, min(2 * chunk, rows), min(max(chunk, FEW_ROWS), rows)}):
+            yield (*_rows(lead, many), panel)
 
 
 def _rows(lead: Sequence[Dim], chunk: int) -> Tile:

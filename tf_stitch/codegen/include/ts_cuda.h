@@ -10,18 +10,22 @@
 // A problem is what one launch of the kernel works on: addresses, dims, number of blocks.  A lone launch passes it by
 // value.
 #define TS_THREADS 256
-#define TS_KERNEL(name, buffers, dims)                                                                   \
-  struct name##_problem {                                                                                \
-    enum { NB = (buffers), ND = (dims) };                                                                \
-    int64_t words[NB + ND + 1];                                                                          \
-  };                                                                                                     \
-  static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,      \
-                                                     int32_t* ts_status);                                \
-  extern "C" __global__ void __launch_bounds__(TS_THREADS) name(const __grid_constant__ name##_problem p) { \
-    name##_body(p, blockIdx.x, nullptr);                                                                 \
-  }                                                                                                      \
-  TS_MANY_(name)                                                                                         \
-  static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,      \
+#define TS_KERNEL(name, buffers, dims) TS_KERNEL_(name, buffers, dims, __launch_bounds__(TS_THREADS))
+// With registers for much under way in each thread: so many blocks run on a multiprocessor at once.
+#define TS_KERNEL_WIDE(name, buffers, dims, blocks) \
+  TS_KERNEL_(name, buffers, dims, __launch_bounds__(TS_THREADS, blocks))
+#define TS_KERNEL_(name, buffers, dims, bounds)                                                            \
+  struct name##_problem {                                                                                  \
+    enum { NB = (buffers), ND = (dims) };                                                                  \
+    int64_t words[NB + ND + 1];                                                                            \
+  };                                                                                                       \
+  static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,        \
+                                                     int32_t* ts_status);                                  \
+  extern "C" __global__ void bounds name(const __grid_constant__ name##_problem p) {                      \
+    name##_body(p, blockIdx.x, nullptr);                                                                   \
+  }                                                                                                        \
+  TS_MANY_(name)                                                                                           \
+  static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,        \
                                                      int32_t* ts_status)
 // A text that begins with WITH_MANY (codegen/kernel.py) has for each kernel also name_many, which takes a table of problems
 // of equal sizes (a superkernel): blockIdx.y is the problem.
@@ -36,6 +40,7 @@
   __builtin_assume(threadIdx.x < TS_THREADS);
 #define TS_IN(T, name, k) \
   const T* __restrict__ name = (const T*)__builtin_assume_aligned((const void*)ts_p.words[k], 16);
+#define TS_BUFFER(T, k) (const T*)ts_p.words[k]
 #define TS_OUT(T, name, k) T* __restrict__ name = (T*)__builtin_assume_aligned((void*)ts_p.words[k], 16);
 #define TS_DIM(name, k) const ts_idx name = (ts_idx)ts_p.words[ts_p.NB + (k)];
 #define TS_SHARED(T, name, offset) T* name = (T*)(ts_shared + (offset));
@@ -86,19 +91,16 @@
 #define TS_LANES_FOLD(i, off, ext, L, ...) TS_LANES(i, off, ext, L)
 #define TS_ONE(L) if (TS_LANE_(L) == 0)
 
-// Products: S threads, W apart, fold one tile together; the others fold other tiles at the same time.  TS_RUNS gives each
-// of the S every so many-th run of V elements (TS_RUNS_EVEN: all have as many), TS_TILE_JOIN adds up what they have in
-// a[A], and every sum is written by the one of them that TS_TILE_OWN picks.  A tile beyond the last is the last again, and writes nothing.
+// Products: S threads, W apart, fold one tile together; the others fold other tiles at the same time.  TS_SHARES gives
+// each its number among the S, TS_TILE_JOIN adds up what they have in a[A], and every sum is written by the one of them
+// that TS_TILE_OWN picks.  A tile beyond the last is the last again, and writes nothing.
 #define TS_TILE_(S, W) ((ts_idx)(threadIdx.x % (W) + threadIdx.x / ((S) * (W)) * (W)))
 #define TS_SHARE_(S, W) ((ts_idx)(threadIdx.x / (W) % (S)))
 #define TS_TILES(t, n, S, W)                                                                  \
   for (ts_idx ts_t0 = 0, ts_tn = (n); ts_t0 < ts_tn; ts_t0 += TS_THREADS / (S))               \
     if (const ts_idx t = ts_imin(ts_t0 + TS_TILE_(S, W), ts_tn - 1); true)
-#define TS_RUNS(k, off, ext, V, S, W, U) \
-  TS_UNROLL_(unroll U) for (ts_idx k = (off) + (V) * TS_SHARE_(S, W); k < (off) + (ext); k += (V) * (S))
-#define TS_RUNS_EVEN(k, off, ext, V, S, W, U)                                   \
-  TS_UNROLL_(unroll U) for (ts_idx ts_j = 0; ts_j < (ext); ts_j += (V) * (S)) \
-    if (const ts_idx k = (off) + (V) * TS_SHARE_(S, W) + ts_j; true)
+#define TS_SHARES(h, S, W) if (const ts_idx h = TS_SHARE_(S, W); true)
+#define TS_LOADED(a, n) TS_EACH(ts_j, n) ts_loaded(a[ts_j]);
 #define TS_EACH(i, n) TS_UNROLL_(unroll) for (ts_idx i = 0; i < (n); ++i)
 #define TS_TILE_JOIN(T, a, A, S, W, parts) ts_tile_join<A, S, W>(a, (T*)(ts_shared + (parts)));
 #define TS_TILE_OWN(q, base, n, S, W) \
@@ -172,6 +174,30 @@ __device__ __forceinline__ T ts_gather_sum(T x) {
   }
   return x;
 }
+// Keeps the compiler from putting off loads until their values are needed: many should be under way together.
+__device__ __forceinline__ void ts_loaded(float& x) { asm volatile("" : "+f"(x)); }
+__device__ __forceinline__ void ts_loaded(double& x) { asm volatile("" : "+d"(x)); }
+template <class T> __device__ __forceinline__ void ts_loaded(T&) {}
+
+// N neighbours as one access, in the compute type, `stride` apart in dst.  src is a multiple of N from the buffer's start.
+template <int bytes> struct ts_word_of { typedef uint8_t type; };
+template <> struct ts_word_of<2> { typedef uint16_t type; };
+template <> struct ts_word_of<4> { typedef uint32_t type; };
+template <> struct ts_word_of<8> { typedef uint2 type; };
+template <> struct ts_word_of<16> { typedef uint4 type; };
+template <int N, int stride, class C, class T>
+__device__ __forceinline__ void ts_read(C* dst, const T* src) {
+  constexpr int bytes = sizeof(T) * N < 16 ? sizeof(T) * N : 16, each = bytes / sizeof(T);
+#pragma unroll
+  for (int k = 0; k < N; k += each) {
+    const typename ts_word_of<bytes>::type word = *(const typename ts_word_of<bytes>::type*)(src + k);
+    T part[each];
+    memcpy(part, &word, bytes);
+#pragma unroll
+    for (int j = 0; j < each; ++j) dst[(k + j) * stride] = ts_load(part[j]);
+  }
+}
+
 // How many of the S threads of a tile are in one warp.
 template <int S, int W> constexpr int ts_near = W >= 32 ? 1 : S < 32 / W ? S : 32 / W;
 // Adds up a[0..A) over the S threads of every tile: within warps, and what warps have goes to parts.

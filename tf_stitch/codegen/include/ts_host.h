@@ -14,8 +14,10 @@ struct ts_problem {
 #define TS_KERNEL(name, buffers, dims) \
   extern "C" __attribute__((visibility("default"))) void name( \
       const ts_problem* ts_p, int64_t ts_begin, int64_t ts_end, char* ts_shared, int32_t* ts_status)
+#define TS_KERNEL_WIDE(name, buffers, dims, blocks) TS_KERNEL(name, buffers, dims)
 #define TS_ENTER(bits) typedef int64_t ts_idx; (void)ts_shared; (void)ts_status;
 #define TS_IN(T, name, k) const T* __restrict name = (const T*)ts_p->buffers[k];
+#define TS_BUFFER(T, k) (const T*)ts_p->buffers[k]
 #define TS_OUT(T, name, k) T* __restrict name = (T*)ts_p->buffers[k];
 #define TS_DIM(name, k) const ts_idx name = ts_p->dims[k];
 #define TS_SHARED(T, name, offset) T* __restrict name = (T*)__builtin_assume_aligned(ts_shared + (offset), 64);
@@ -48,8 +50,8 @@ struct ts_problem {
 
 // Products in tiles: text of the CUDA target, here one tile after the other.
 #define TS_TILES(t, n, S, W) TS_FOR_(t, 0, n)
-#define TS_RUNS(k, off, ext, V, S, W, U) TS_STEPS(k, off, ext, V)
-#define TS_RUNS_EVEN TS_RUNS
+#define TS_SHARES(h, S, W) TS_FOR_(h, 0, S)
+#define TS_LOADED(a, n)
 #define TS_EACH(i, n) TS_FOR_(i, 0, n)
 #define TS_TILE_JOIN(T, a, A, S, W, parts)
 #define TS_TILE_OWN(q, base, n, S, W) TS_FOR_(q, 0, n)
@@ -78,6 +80,11 @@ struct ts_problem {
 #define TS_JOIN_MIN(x, L) (x)
 #define TS_JOIN_AND(x, L) (x)
 #define TS_JOIN_OR(x, L) (x)
+
+template <int N, int stride, class C, class T>
+static inline void ts_read(C* dst, const T* src) {
+  for (int k = 0; k < N; ++k) dst[k * stride] = ts_load(src[k]);
+}
 
 #include "ts_index.h"
 
