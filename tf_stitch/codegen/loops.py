@@ -19,6 +19,7 @@ from ..ir.graph import Node
 from ..ir.ops import OPS
 from ..schedule.kernel_schedule import OUT, Item
 from ..schedule.labels import Labels, body_operands, operand_labels, reads
+from ..schedule.products import have_products
 from ..schedule.rules import VIEWS, Index
 from ..schedule.storage import HEAVY
 from ..schedule.tile import guess
@@ -205,7 +206,15 @@ class Loops:
         width = ACCESS // max((DTYPES[n.dtype].size for n in memory), default=ACCESS)
         if self._is_across():
             width = min(width, 2)  # neighbours of a thread are in the same banks as other threads'
+        if self._is_short(width):
+            return 1
         return width if isinstance(ext, int) and ext > 0 and ext % width == 0 and D.mod(off, width) == 0 else 1
+
+    def _is_short(self, width: int) -> bool:
+        """True for what follows a product in so few elements that wide accesses would leave threads idle."""
+        kernel = self.e.kernel
+        many = guess(D.product(extent for _, extent in self.box))
+        return have_products(kernel.schedule.members, kernel.target) and many < width * kernel.target.threads
 
     @contextmanager
     def _run_loop(self, width: int) -> Iterator[None]:
