@@ -54,16 +54,17 @@ def release() -> None:
             _library().tfs_scheduler_disable()
 
 
-def add_tenant(name: str, options: Mapping[str, Any]) -> str:
-    """Tells what a tenant's requests are due and may use: slo_ms, priority, weight, max_in_flight, max_queue.
-
-    Returns the name that the scheduler knows it by: another session of the process may have a tenant of this name.
-    """
+def add_tenant(name: str) -> str:
+    """The name that the scheduler knows a tenant by: another session of the process may have one of the same name."""
     with _lock:
         key = next(k for k in itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2))) if k not in _names)
-        _check(_library().tfs_scheduler_set_tenant(key.encode(), _json(options)))
         _names.add(key)
     return key
+
+
+def set_tenant(key: str, options: Mapping[str, Any]) -> None:
+    """Tells what a tenant's requests are due and may use: slo_ms, priority, weight, max_in_flight, max_queue."""
+    _check(_library().tfs_scheduler_set_tenant(key.encode(), _json(options)))
 
 
 def remove_tenant(key: str) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -129,11 +130,13 @@ class StitchSession:
             device = self._next_device() if device is None else device
         try:
             with contextlib.ExitStack() as undo:
-                key = scheduler.add_tenant(name, entitled) if self.coalesce else name
+                key = scheduler.add_tenant(name) if self.coalesce else name
                 if self.coalesce:
                     undo.callback(scheduler.remove_tenant, key)
                 loaded = self._warmed(key, model, signature, device, stitch, verify, input_signature, warmup)
                 undo.callback(loaded.close)
+                if self.coalesce:
+                    scheduler.set_tenant(key, entitled)
                 with self._changes:
                     self._check_open()
                     self._tenants[name] = Tenant(
@@ -395,7 +398,19 @@ def _warm(model: ServedModel, how: bool | Sequence[Inputs]) -> None:
     for signature, inputs in _warmup_requests(model, how):
         endpoint = model.endpoint(signature)
         for _ in range(WARMUP_RUNS):
-            endpoint(endpoint.bind(inputs))
+            _warm_once(endpoint, endpoint.bind(inputs))
+
+
+def _warm_once(endpoint: Any, arrays: list[np.ndarray]) -> None:
+    """Runs a request; where the scheduler rejects it because others come first, again a little later."""
+    for wait_s in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, None):
+        try:
+            endpoint(arrays)
+            return
+        except tf.errors.ResourceExhaustedError:
+            if wait_s is None:
+                raise
+            time.sleep(wait_s)
 
 
 def _warmup_requests(model: ServedModel, how: Any) -> list[tuple[str | None, Any]]:
