@@ -407,6 +407,7 @@ def test_options(session, options, message):
     assert session.tenants == []
 
 
+@BOTH
 def test_bad_models(session, tmp_path):
     with pytest.raises(SavedModelError, match="does not exist"):
         session.add("a", tmp_path / "none")

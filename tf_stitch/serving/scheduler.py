@@ -55,9 +55,13 @@ def release() -> None:
 
 
 def add_tenant(name: str) -> str:
-    """The name that the scheduler knows a tenant by: another session of the process may have one of the same name."""
+    """Makes a tenant that nothing is promised to yet; the name that the scheduler knows it by.
+
+    That is another one where another session of the process has a tenant of this name.
+    """
     with _lock:
         key = next(k for k in itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2))) if k not in _names)
+        set_tenant(key, {})
         _names.add(key)
     return key
 
