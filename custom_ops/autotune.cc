@@ -49,16 +49,14 @@ class RelaxedCapture {
 
 // A stream and two events.
 struct Clock {
-  explicit Clock(const Driver& driver) : driver(driver) {
-    ok = !driver.StreamCreate(&stream, kStreamNonBlocking) && !driver.EventCreate(&start, 0) &&
-         !driver.EventCreate(&end, 0);
+  explicit Clock(const Driver& driver) : driver(driver), own(driver), stream(own.get()) {
+    ok = stream && !driver.EventCreate(&start, 0) && !driver.EventCreate(&end, 0);
   }
   Clock(const Clock&) = delete;
   Clock& operator=(const Clock&) = delete;
   ~Clock() {
     if (start) driver.EventDestroy(start);
     if (end) driver.EventDestroy(end);
-    if (stream) driver.StreamDestroy(stream);
   }
 
   // Milliseconds of a run of `graph`, or -1.
@@ -71,7 +69,8 @@ struct Clock {
   }
 
   const Driver& driver;
-  Stream stream = nullptr;
+  const OwnStream own;
+  const Stream stream;
   Event start = nullptr, end = nullptr;
   bool ok = false;
 };
@@ -197,12 +196,20 @@ bool TuningAllowed() {
 NoTuning::NoTuning(bool forbid) : before_(t_forbidden) { t_forbidden = before_ || forbid; }
 NoTuning::~NoTuning() { t_forbidden = before_; }
 
+OwnStream::OwnStream(const Driver& driver) : driver_(driver) {
+  if (driver.StreamCreate(&stream_, kStreamNonBlocking)) stream_ = nullptr;
+}
+OwnStream::~OwnStream() {
+  if (stream_) driver_.StreamDestroy(stream_);
+}
+
 Scratch::Scratch(const Driver& driver, size_t bytes) : driver_(driver) {
   RelaxedCapture relaxed(driver);
   void* memory = nullptr;
   if (driver.MemAlloc(&memory, bytes ? bytes : 1)) return;
   memory_ = static_cast<char*>(memory);
-  if (driver.MemsetD8Async(memory, 0, bytes, nullptr) || driver.StreamSynchronize(nullptr)) {
+  OwnStream stream(driver);
+  if (!stream.get() || driver.MemsetD8Async(memory, 0, bytes, stream.get()) || driver.StreamSynchronize(stream.get())) {
     driver.MemFree(memory);
     memory_ = nullptr;
   }

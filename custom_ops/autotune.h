@@ -30,6 +30,20 @@ class NoTuning {
   bool before_;
 };
 
+// A stream that waits for no other, so that nothing of TensorFlow's, least of all a capture, is disturbed.
+class OwnStream {
+ public:
+  explicit OwnStream(const Driver& driver);
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  ~OwnStream();
+  Stream get() const { return stream_; }  // null when it could not be made
+
+ private:
+  const Driver& driver_;
+  Stream stream_ = nullptr;
+};
+
 // Device memory that is all zero.  The current context's; empty when there is not enough.
 class Scratch {
  public:

@@ -41,8 +41,7 @@ uint64_t Interned(const std::string& launches) {
 
 // Products that many requests may share a call for: nothing is added to them, and there is something to sum over.
 bool IsPlainProduct(const Step& s, const StepPlan& p) {
-  return s.kind == Step::Kind::kLibrary && s.call == LibraryCall::kMatmul && !s.matmul.bias && !s.matmul.relu &&
-         p.dims[3] > 0;
+  return s.kind == Step::Kind::kLibrary && s.call == LibraryCall::kMatmul && !s.matmul.bias && p.dims[3] > 0;
 }
 
 // What tells one launch from another, but for addresses; stays the same from process to process.
@@ -50,9 +49,8 @@ std::string TextOf(const Program& program, const Plan& plan, size_t step, bool t
   const Step& s = program.steps[step];
   const StepPlan& p = plan.steps[step];
   std::string out = s.kind == Step::Kind::kLibrary ? "library" : s.kernel;
-  const MatmulFlags& f = s.matmul;
-  for (bool flag : {f.trans_lhs, f.trans_rhs, f.broadcast_lhs, f.broadcast_rhs, f.bias, f.relu, tf32})
-    Append(flag, &out);
+  for (int64_t flag : FlagsOf(s)) Append(flag, &out);
+  Append(tf32, &out);
   Append(s.call, &out);
   Append(program.buffers[s.buffers[0]].dtype, &out);
   for (int64_t n : p.dims) Append(n, &out);

@@ -28,9 +28,8 @@ uint64_t ClusterOf(const Program& program, const HostCode& code, size_t step) {
 // The same in every process: measured times are kept by it.
 uint64_t ShapeOf(const Program& program, const StepPlan& plan, size_t step) {
   const Step& s = program.steps[step];
-  uint64_t h = Mix(1469598103934665603ull, s.kind == Step::Kind::kLibrary ? "host matmul" : "host " + s.kernel);
-  const MatmulFlags& f = s.matmul;
-  for (bool flag : {f.trans_lhs, f.trans_rhs, f.broadcast_lhs, f.broadcast_rhs, f.bias, f.relu}) h = Mix(h, flag);
+  uint64_t h = Mix(1469598103934665603ull, "host " + (s.kind == Step::Kind::kLibrary ? NameOf(s.call) : s.kernel));
+  for (int64_t flag : FlagsOf(s)) h = Mix(h, static_cast<uint64_t>(flag));
   h = Mix(h, static_cast<uint64_t>(program.buffers[s.buffers[0]].dtype));
   for (int64_t d : plan.dims) h = Mix(h, static_cast<uint64_t>(d));
   return Mix(h, static_cast<uint64_t>(plan.blocks));

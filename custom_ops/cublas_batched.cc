@@ -202,8 +202,9 @@ struct PointerBatch::Impl {
       for (size_t i = 0; i < batch; ++i, at += size) addresses.push_back(at);
     }
     auto* arrays = reinterpret_cast<void**>(memory.get() + kWorkspace);
-    if (driver.MemcpyHtoDAsync(arrays, addresses.data(), addresses.size() * sizeof(char*), nullptr) ||
-        driver.StreamSynchronize(nullptr)) {
+    OwnStream own(driver);
+    if (!own.get() || driver.MemcpyHtoDAsync(arrays, addresses.data(), addresses.size() * sizeof(char*), own.get()) ||
+        driver.StreamSynchronize(own.get())) {
       return true;
     }
     int best = Fastest(driver, 2, [&](int i, int, Stream stream) {
@@ -225,8 +226,8 @@ size_t PointerBatch::workspace_bytes() const { return impl_->lt ? impl_->lt->wor
 std::shared_ptr<const PointerBatch> PointerBatch::Get(const MatmulShape& shape, std::string* error) {
   MatmulShape s = shape;
   s.pointers = true;
-  if (s.bias || s.activation != Activation::kNone || s.broadcast_lhs || s.broadcast_rhs) {
-    *error = "a batch of separate matrix products has no bias, activation or broadcast";
+  if (s.bias || s.broadcast_lhs || s.broadcast_rhs) {
+    *error = "a batch of separate matrix products has no bias and no broadcast";
     return nullptr;
   }
   if (s.m < 1 || s.n < 1 || s.k < 1 || s.batch < 1 || s.m > INT_MAX || s.n > INT_MAX || s.k > INT_MAX ||

@@ -42,7 +42,7 @@ constexpr int kBatchOfPointers = 1;
 constexpr int kPreferenceWorkspace = 1;
 constexpr int kPreferenceAlignments[] = {5, 6, 7, 8};  // of A, B, C, D
 constexpr uint32_t kAlignment = kMatmulAlignment;
-constexpr int kEpilogueDefault = 1, kEpilogueRelu = 2, kEpilogueBias = 4, kEpilogueGelu = 32;
+constexpr int kEpilogueDefault = 1, kEpilogueBias = 4;
 constexpr int kOpN = 0, kOpT = 1;
 constexpr size_t kWorkspaceLimit = size_t{32} << 20;
 constexpr size_t kProductsKept = 4096;
@@ -175,10 +175,7 @@ struct Matmul::Impl {
   Status Describe() {
     const MatmulShape& s = shape;
     int trans_a = s.trans_rhs ? kOpT : kOpN, trans_b = s.trans_lhs ? kOpT : kOpN;
-    int epilogue = (s.bias ? kEpilogueBias : 0) | (s.activation == Activation::kRelu       ? kEpilogueRelu
-                                                   : s.activation == Activation::kGeluTanh ? kEpilogueGelu
-                                                                                           : 0);
-    if (!epilogue) epilogue = kEpilogueDefault;
+    int epilogue = s.bias ? kEpilogueBias : kEpilogueDefault;
     Status status = api->DescCreate(&desc, compute, type == 1 ? 1 : 0);
     if (!status) status = api->DescSet(desc, kDescTransA, &trans_a, sizeof trans_a);
     if (!status) status = api->DescSet(desc, kDescTransB, &trans_b, sizeof trans_b);
@@ -231,9 +228,9 @@ struct Matmul::Impl {
   std::string Key(const Driver& driver) const {
     const MatmulShape& s = shape;
     std::string key = "cublasLt " + std::to_string(api->GetVersion()) + ", " + DeviceKey(driver) + ", matmul";
-    for (int64_t v : {int64_t{s.dtype}, SizeClass(s.batch), SizeClass(s.m), s.n, s.k, int64_t{s.trans_lhs},
-                      int64_t{s.trans_rhs}, int64_t{s.broadcast_lhs}, int64_t{s.broadcast_rhs}, int64_t{s.bias},
-                      static_cast<int64_t>(s.activation), int64_t{s.tf32}, int64_t{s.pointers}}) {
+    for (int64_t v :
+         {int64_t{s.dtype}, SizeClass(s.batch), SizeClass(s.m), s.n, s.k, int64_t{s.trans_lhs}, int64_t{s.trans_rhs},
+          int64_t{s.broadcast_lhs}, int64_t{s.broadcast_rhs}, int64_t{s.bias}, int64_t{s.tf32}, int64_t{s.pointers}}) {
       key += " " + std::to_string(v);
     }
     return key;
@@ -310,6 +307,8 @@ class Operands {
   char* At(int round, int part) const { return scratch_->get() + round % count_ * set_ + begin_[part]; }
 
   bool FillPointers(const Driver& driver) {
+    OwnStream stream(driver);
+    if (!stream.get()) return false;
     for (size_t set = 0; set < count_; ++set) {
       std::vector<char*> table;
       size_t sizes[] = {lhs_, rhs_, out_};
@@ -317,8 +316,8 @@ class Operands {
         for (size_t i = 0; i < batch_; ++i) table.push_back(At(static_cast<int>(set), part) + i * sizes[part]);
       }
       char* to = At(static_cast<int>(set), 4);
-      if (driver.MemcpyHtoDAsync(to, table.data(), table.size() * sizeof(char*), nullptr)) return false;
-      if (driver.StreamSynchronize(nullptr)) return false;
+      if (driver.MemcpyHtoDAsync(to, table.data(), table.size() * sizeof(char*), stream.get())) return false;
+      if (driver.StreamSynchronize(stream.get())) return false;
     }
     return true;
   }
@@ -361,7 +360,7 @@ std::shared_ptr<const Matmul> Matmul::Get(const MatmulShape& shape, std::string*
   Device device = 0;
   LoadDriver(nullptr)->CtxGetDevice(&device);
   auto key = std::make_tuple(device, s.dtype, s.batch, s.m, s.n, s.k, s.trans_lhs, s.trans_rhs, s.broadcast_lhs,
-                             s.broadcast_rhs, s.bias, s.activation, s.tf32, s.pointers, TuningAllowed());
+                             s.broadcast_rhs, s.bias, s.tf32, s.pointers, TuningAllowed());
   using Entry = std::pair<decltype(key), std::shared_ptr<const Matmul>>;
   static std::mutex mu;
   static auto& entries = *new std::list<Entry>;  // most recent first

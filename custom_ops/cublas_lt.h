@@ -15,19 +15,16 @@ namespace tf_stitch::cuda {
 
 constexpr uintptr_t kMatmulAlignment = 16;  // bytes that every operand's address is a multiple of
 
-enum class Activation : uint8_t { kNone = 0, kRelu = 1, kGeluTanh = 2 };  // GELU by its formula with tanh
-
-// out[b] = activation(op(lhs[b]) @ op(rhs[b]) (+ bias along n)), all row-major and densely packed.
+// out[b] = op(lhs[b]) @ op(rhs[b]) (+ bias along n), all row-major and densely packed.  The library's ReLU is not used:
+// with TF32 it makes 0 of NaN.  Nor is its GELU: its tanh is off by 2e-6.
 struct MatmulShape {
   int dtype;                          // TensorFlow's DataType number: half, bfloat16, float or double
   int64_t batch, m, n, k;             // lhs m x k, rhs k x n, out m x n
   bool trans_lhs, trans_rhs;          // the operand is stored transposed
   bool broadcast_lhs, broadcast_rhs;  // one matrix for the whole batch
   bool bias;
-  Activation activation;
-  bool tf32;  // float may use TF32 tensor cores
-  bool pointers =
-      false;  // lhs, rhs and out are arrays of `batch` addresses in device memory; no epilogue, no broadcast
+  bool tf32;              // float may use TF32 tensor cores
+  bool pointers = false;  // lhs, rhs and out are arrays of `batch` addresses in device memory; no bias, no broadcast
 };
 
 // A product with its descriptors and chosen algorithm; any thread may run it.

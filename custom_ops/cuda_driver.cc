@@ -48,6 +48,7 @@ Loaded Load() {
   find("cuMemAllocHost_v2", &d.MemAllocHost);
   find("cuMemFreeHost", &d.MemFreeHost);
   find("cuMemcpyHtoDAsync_v2", &d.MemcpyHtoDAsync);
+  find("cuMemcpyDtoHAsync_v2", &d.MemcpyDtoHAsync);
   find("cuMemcpyDtoDAsync_v2", &d.MemcpyDtoDAsync);
   find("cuMemsetD8Async", &d.MemsetD8Async);
   find("cuStreamCreate", &d.StreamCreate);

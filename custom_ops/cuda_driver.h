@@ -71,6 +71,7 @@ struct Driver {
   Result (*MemAllocHost)(void**, size_t);  // page-locked
   Result (*MemFreeHost)(void*);
   Result (*MemcpyHtoDAsync)(void*, const void*, size_t, Stream);
+  Result (*MemcpyDtoHAsync)(void*, const void*, size_t, Stream);
   Result (*MemcpyDtoDAsync)(void*, const void*, size_t, Stream);
   Result (*MemsetD8Async)(void*, unsigned char, size_t, Stream);
   Result (*StreamCreate)(Stream*, unsigned);

@@ -116,7 +116,7 @@ constexpr int kNoteRuntimeCompilation = 0;
 
 constexpr int64_t kAlignment = 16;  // bytes that every operand's address is a multiple of
 constexpr int64_t kWorkspaceLimit = int64_t{64} << 20;
-constexpr size_t kTuningBytes = size_t{1} << 30;  // operands that take more are not measured
+constexpr size_t kTuningBytes = size_t{4} << 30;  // operands that take more are not measured
 constexpr int64_t kProposals = 16;
 constexpr size_t kConvolutionsKept = 2048;
 
@@ -415,8 +415,8 @@ bool Acceptable(const Owned& engine, const ConvShape& s) {
   return true;
 }
 
-// Engines that can run the graph, the library's favourite first; at most `limit`.
-std::vector<Proposal> Propose(Session& session, const OperationGraph& graph, const ConvShape& s, size_t limit) {
+// Engines that can run the graph, the library's favourite first.
+std::vector<Proposal> Propose(Session& session, const OperationGraph& graph, const ConvShape& s) {
   const Api& api = *session.api;
   std::vector<Proposal> out;
   for (int mode : {kModeA, kModeFallback}) {
@@ -436,7 +436,6 @@ std::vector<Proposal> Propose(Session& session, const OperationGraph& graph, con
       p.name = NameOf(config, engine[0]);
       p.config = std::move(config);
       out.push_back(std::move(p));
-      if (out.size() >= limit) break;
     }
   }
   return out;
@@ -447,6 +446,33 @@ int64_t Volume(const std::array<int64_t, kMaxSpatial>& dims, int spatial) {
   for (int i = 0; i < spatial; ++i) out *= dims[i];
   return out;
 }
+
+size_t ElementBytes(int dtype) { return dtype == 2 ? 8 : dtype == 1 ? 4 : 2; }
+
+// Scratch memory for a run of a shape; x is null when there is not enough.
+struct Operands {
+  Operands(const Driver& driver, const ConvShape& s) {
+    auto up = [&](int64_t elements) {
+      return (static_cast<size_t>(elements) * ElementBytes(s.dtype) + 255) / 256 * 256;
+    };
+    const size_t image = up(s.batch * Volume(s.in, s.spatial) * s.channels_in);
+    const size_t filter = up(s.channels_out * Volume(s.window, s.spatial) * s.channels_in / s.groups);
+    const size_t result = up(s.batch * Volume(s.out, s.spatial) * s.channels_out), vector = up(s.channels_out);
+    const size_t all = image + filter + vector + 2 * result;
+    if (all > kTuningBytes) return;
+    memory = std::make_unique<Scratch>(driver, kWorkspaceLimit + all);
+    if (!memory->get()) return;
+    workspace = memory->get();
+    x = workspace + kWorkspaceLimit;
+    w = x + image;
+    bias = w + filter;
+    residual = bias + vector;
+    y = residual + result;
+  }
+
+  std::unique_ptr<Scratch> memory;
+  char *workspace = nullptr, *x = nullptr, *w = nullptr, *bias = nullptr, *residual = nullptr, *y = nullptr;
+};
 
 }  // namespace
 
@@ -492,23 +518,57 @@ struct Convolution::Impl {
     return key;
   }
 
+  // Takes the proposal that was chosen before, or the fastest one (the first where nothing may be measured) that keeps
+  // NaN; false with the reason in `error`.
+  bool Choose(std::vector<Proposal> proposals, std::string* error) {
+    const Driver& driver = *LoadDriver(nullptr);
+    const bool tune = TuningAllowed() && proposals.size() > 1;
+    std::string key = Key(driver);
+    std::optional<std::string> before = TuningAllowed() ? ReadChoice(key) : std::nullopt;
+    auto known = std::find_if(proposals.begin(), proposals.end(), [&](const Proposal& p) { return before == p.name; });
+    if (known != proposals.end() || !(tune || shape.relu)) {
+      chosen = std::move(known != proposals.end() ? *known : proposals.front());
+      return true;
+    }
+    Operands memory(driver, shape);
+    if (!memory.x && shape.relu) {
+      *error = "there is no memory to try a convolution with ReLU in";
+      return false;
+    }
+    while (!proposals.empty()) {
+      int best = tune && memory.x ? FastestOf(driver, memory, proposals) : -1;
+      auto it = proposals.begin() + std::max(best, 0);
+      if (!shape.relu || KeepsNan(driver, memory, *it)) {
+        chosen = std::move(*it);
+        if (best >= 0) WriteChoice(key, chosen.name);
+        return true;
+      }
+      proposals.erase(it);
+    }
+    *error = "no engine of cuDNN keeps NaN in a convolution with ReLU";
+    return false;
+  }
+
   // The fastest of some proposals, or -1 when none could be measured.
-  int FastestOf(const Driver& driver, const std::vector<Proposal>& proposals) const {
-    const ConvShape& s = shape;
-    size_t element = s.dtype == 2 ? 8 : s.dtype == 1 ? 4 : 2;
-    auto up = [&](int64_t elements) { return (static_cast<size_t>(elements) * element + 255) / 256 * 256; };
-    size_t x = up(s.batch * Volume(s.in, s.spatial) * s.channels_in);
-    size_t w = up(s.channels_out * Volume(s.window, s.spatial) * s.channels_in / s.groups);
-    size_t y = up(s.batch * Volume(s.out, s.spatial) * s.channels_out), bias = up(s.channels_out);
-    if (x + w + 2 * y + bias > kTuningBytes) return -1;
-    Scratch memory(driver, x + w + 2 * y + bias + kWorkspaceLimit);
-    if (!memory.get()) return -1;
-    char* at = memory.get() + kWorkspaceLimit;
+  int FastestOf(const Driver& driver, const Operands& at, const std::vector<Proposal>& proposals) const {
     return Fastest(driver, static_cast<int>(proposals.size()), [&](int i, int, Stream stream) -> std::string {
-      Status status =
-          Enqueue(proposals[i], at, at + x, at + x + w, at + x + w + bias, at + x + w + bias + y, memory.get(), stream);
+      Status status = Enqueue(proposals[i], at.x, at.w, at.bias, at.residual, at.y, at.workspace, stream);
       return status ? Failed(*session->api, status, "measuring a convolution") : "";
     });
+  }
+
+  // Whether an engine's ReLU of NaN is NaN, as TensorFlow's is.
+  bool KeepsNan(const Driver& driver, const Operands& at, const Proposal& p) const {
+    const size_t element = ElementBytes(shape.dtype);
+    int64_t middle = shape.batch / 2;  // of the result, where the window meets the image
+    for (int i = 0; i < shape.spatial; ++i) middle = middle * shape.out[i] + shape.out[i] / 2;
+    char value[8] = {};  // of NaN a ReLU makes NaN or 0
+    OwnStream stream(driver);
+    return stream.get() && !driver.MemsetD8Async(at.x, 0xFF, at.y - at.x, stream.get()) &&
+           !Enqueue(p, at.x, at.w, at.bias, at.residual, at.y, at.workspace, stream.get()) &&
+           !driver.MemcpyDtoHAsync(value, at.y + middle * shape.channels_out * element, element, stream.get()) &&
+           !driver.StreamSynchronize(stream.get()) &&
+           std::any_of(value, value + element, [](char c) { return c != 0; });
   }
 };
 
@@ -559,22 +619,12 @@ std::shared_ptr<const Convolution> Convolution::Make(const ConvShape& s, std::st
     *error = Failed(*impl.session->api, graph.status(), "describing a convolution");
     return nullptr;
   }
-  const Driver& driver = *LoadDriver(nullptr);
-  std::string key = impl.Key(driver);
-  std::optional<std::string> before = TuningAllowed() ? ReadChoice(key) : std::nullopt;
-  std::vector<Proposal> proposals = Propose(*impl.session, graph, s, TuningAllowed() ? kProposals : 1);
+  std::vector<Proposal> proposals = Propose(*impl.session, graph, s);
   if (proposals.empty()) {
     *error = "cuDNN has no engine for a convolution";
     return nullptr;
   }
-  auto chosen = std::find_if(proposals.begin(), proposals.end(), [&](const Proposal& p) { return before == p.name; });
-  if (chosen == proposals.end()) {
-    int best = TuningAllowed() ? impl.FastestOf(driver, proposals) : -1;
-    chosen = proposals.begin() + std::max(best, 0);
-    if (best >= 0) WriteChoice(key, chosen->name);
-  }
-  impl.chosen = std::move(*chosen);
-  return out;
+  return impl.Choose(std::move(proposals), error) ? out : nullptr;
 }
 
 std::string Convolution::Run(const void* x, const void* w, const void* bias, const void* residual, void* y,

@@ -55,18 +55,8 @@ class EmptySum : public LibraryWork {
 
 std::unique_ptr<LibraryWork> MakeMatmul(const MatmulFlags& f, int dtype, const std::vector<int64_t>& d,
                                         const cuda::Driver& driver, bool tf32, std::string* error) {
-  cuda::MatmulShape shape{dtype,
-                          d[0],
-                          d[1],
-                          d[2],
-                          d[3],
-                          f.trans_lhs,
-                          f.trans_rhs,
-                          f.broadcast_lhs,
-                          f.broadcast_rhs,
-                          f.bias,
-                          f.relu ? cuda::Activation::kRelu : cuda::Activation::kNone,
-                          tf32};
+  cuda::MatmulShape shape{dtype,           d[0],   d[1], d[2], d[3], f.trans_lhs, f.trans_rhs, f.broadcast_lhs,
+                          f.broadcast_rhs, f.bias, tf32};
   std::shared_ptr<const cuda::Matmul> product;
   const size_t element = static_cast<size_t>(DTypeSize(dtype));
   if (d[3] > 0) {

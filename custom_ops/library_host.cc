@@ -80,8 +80,7 @@ void Rows(const MatmulFlags& f, const std::vector<int64_t>& dims, void* const* b
       for (int64_t j = 0; j < n; ++j) sums[j] += factor * Widen(y[l * y_row + j * y_column]);
     }
     for (int64_t j = 0; j < n; ++j) {
-      Wide sum = bias ? sums[j] + Widen(bias[j]) : sums[j];
-      Narrow(f.relu && sum < 0 ? Wide{0} : sum, &out[row * n + j]);
+      Narrow(bias ? sums[j] + Widen(bias[j]) : sums[j], &out[row * n + j]);
     }
   }
 }

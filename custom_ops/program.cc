@@ -230,9 +230,9 @@ class Parser {
 
   // Reads the flags of a matrix product; returns how many buffers it has.
   size_t MatmulOf(Reader& r, Step& s, size_t flags) {
-    bool* const all[] = {&s.matmul.trans_lhs,     &s.matmul.trans_rhs, &s.matmul.broadcast_lhs,
-                         &s.matmul.broadcast_rhs, &s.matmul.bias,      &s.matmul.relu};
-    if (flags != std::size(all)) r.Fail("a matrix product has not 6 flags");
+    bool* const all[] = {&s.matmul.trans_lhs, &s.matmul.trans_rhs, &s.matmul.broadcast_lhs, &s.matmul.broadcast_rhs,
+                         &s.matmul.bias};
+    if (flags != std::size(all)) r.Fail("a matrix product has not 5 flags");
     for (bool* flag : all) *flag = r.Index(2, "flag");
     if (s.dims.size() != 4) r.Fail("a matrix product has not 4 dims");
     return s.matmul.bias ? 4 : 3;
@@ -409,6 +409,17 @@ uint32_t Crc32(std::string_view data) {
 bool IsLibraryDType(int dtype) { return dtype == 1 || dtype == 2 || dtype == 14 || dtype == 19; }
 
 const char* NameOf(LibraryCall call) { return call == LibraryCall::kMatmul ? "matmul" : "conv"; }
+std::vector<int64_t> FlagsOf(const Step& step) {
+  if (step.kind != Step::Kind::kLibrary) return {};
+  const MatmulFlags& m = step.matmul;
+  if (step.call == LibraryCall::kMatmul) return {m.trans_lhs, m.trans_rhs, m.broadcast_lhs, m.broadcast_rhs, m.bias};
+  const ConvFlags& c = step.conv;
+  std::vector<int64_t> out{c.bias, c.residual, c.relu, c.groups};
+  for (const auto* list : {&c.strides, &c.low, &c.high, &c.dilations})
+    out.insert(out.end(), list->begin(), list->end());
+  return out;
+}
+
 const char* Describe(LibraryCall call) { return call == LibraryCall::kMatmul ? "matrix product" : "convolution"; }
 
 int DTypeSize(int dtype) {

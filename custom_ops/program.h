@@ -60,8 +60,8 @@ struct Buffer {
 };
 
 // What a library step calls.
-//   kMatmul: out[b] = op(lhs[b]) @ op(rhs[b]) (+ bias along n) (then ReLU), row-major and dense; buffers: lhs, rhs,
-//     [bias,] out; dims: batch, m, n, k.
+//   kMatmul: out[b] = op(lhs[b]) @ op(rhs[b]) (+ bias along n), row-major and dense; buffers: lhs, rhs, [bias,] out;
+//     dims: batch, m, n, k.
 //   kConv: out = conv(x, w) (+ residual) (+ bias along channels) (then ReLU), channels last and dense: x [batch, in...,
 //     channels], w [out channels, window..., channels / groups]; buffers: x, w, [bias,] [residual,] out; dims: batch,
 //     channels, out channels, in..., out..., window....
@@ -70,7 +70,7 @@ enum class LibraryCall : uint8_t { kMatmul = 0, kConv = 1 };
 struct MatmulFlags {
   bool trans_lhs, trans_rhs;          // the operand is stored transposed
   bool broadcast_lhs, broadcast_rhs;  // one matrix for the whole batch
-  bool bias, relu;
+  bool bias;
 };
 
 struct ConvFlags {
@@ -126,6 +126,9 @@ struct Program {
 // What a library call is called in a program, and in messages.
 const char* NameOf(LibraryCall call);
 const char* Describe(LibraryCall call);
+
+// The flags of a library step in the order of the format; none for other steps.
+std::vector<int64_t> FlagsOf(const Step& step);
 
 // The CRC-32 of zlib and zip files.
 uint32_t Crc32(std::string_view data);

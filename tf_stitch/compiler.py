@@ -11,8 +11,9 @@ from dataclasses import replace
 from . import codegen, plans
 from .codegen.kernel import INDEX_LIMIT, WITH_MANY, Kernel
 from .codegen.unit import SEPARATOR
+from .fusion.call import LibraryCall
 from .fusion.columns import split_columns
-from .fusion.library import MatmulCall, prepare_dots
+from .fusion.library import prepare_calls
 from .fusion.planner import plan_scheduled, view_source
 from .fusion.split import split_reductions
 from .ir import dims as D
@@ -90,7 +91,7 @@ def build_program(graph: Graph, target: Target) -> Program:
 
 def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel]]:
     """A program without machine code, and its kernels in the order they run."""
-    graph = split_reductions(prepare_dots(split_columns(graph, target), target), target)
+    graph = split_reductions(prepare_calls(split_columns(graph, target), target), target)
     work = make_kernels(graph, target)
     program = _Assembler(graph).program(work)
     if target.superkernels and program.text:
@@ -103,9 +104,9 @@ def join_texts(kernels: Iterable[Kernel]) -> str:
     return SEPARATOR.join({k.name: k.text for k in kernels}.values())
 
 
-def make_kernels(graph: Graph, target: Target) -> list[Kernel | MatmulCall]:
+def make_kernels(graph: Graph, target: Target) -> list[Kernel | LibraryCall]:
     """The kernels and library calls of a graph, in the order they run."""
-    return [p.scheduled if isinstance(p.scheduled, MatmulCall) else codegen.emit(p.scheduled)
+    return [p.scheduled if isinstance(p.scheduled, LibraryCall) else codegen.emit(p.scheduled)
             for p in plan_scheduled(graph, target)]
 
 
@@ -145,9 +146,9 @@ class _Assembler:
         self.steps.append(KernelStep(kernel.name, tuple(args), kernel.dims, kernel.blocks, kernel.shared_bytes,
                                      kernel.cost, kernel.threads, origin))
 
-    def add_call(self, call: MatmulCall) -> None:
+    def add_call(self, call: LibraryCall) -> None:
         args = tuple(self.place_of(n) for n in call.args)
-        self.steps.append(LibraryStep("matmul", args, call.dims, call.flags, call.origin))
+        self.steps.append(LibraryStep(call.call, args, call.dims, call.flags, call.origin))
 
     def add_aliases(self) -> None:
         """Outputs that are an input, another output, or either under another shape."""
@@ -156,7 +157,7 @@ class _Assembler:
             if source != buffer:
                 self.steps.append(AliasStep(source, buffer, o.origin))
 
-    def program(self, work: Sequence[Kernel | MatmulCall]) -> Program:
+    def program(self, work: Sequence[Kernel | LibraryCall]) -> Program:
         for w in work:
             if isinstance(w, Kernel):
                 self.add_kernel(w)

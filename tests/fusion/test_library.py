@@ -16,7 +16,7 @@ from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.program.program import KernelStep, LibraryStep
 from tf_stitch.schedule.target import CUDA
 
-TRANS_LHS, TRANS_RHS, SHARED_LHS, SHARED_RHS, BIAS, RELU = range(6)
+TRANS_LHS, TRANS_RHS, SHARED_LHS, SHARED_RHS, BIAS = range(5)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def plain(b, x, y):
                                              ("bfloat16", 2e-1)])
 def test_a_product_is_a_call(dtype, tolerance):
     (step,) = check(plain, [(300, 200), (200, 400)], dtype, tolerance=tolerance)
-    assert step.dims == (1, 300, 400, 200) and step.flags == (0,) * 6 and step.origin == "node"
+    assert step.dims == (1, 300, 400, 200) and step.flags == (0,) * 5 and step.origin == "node"
 
 
 def test_unknown_rows():
@@ -91,7 +91,7 @@ def test_one_matrix_for_the_whole_batch():
         return b.dot(x, b.broadcast_to(y, (6, 200, 400)), ((0,), (0,)), ((2,), (1,)))
 
     (step,) = check(right, [(6, 100, 200), (200, 400)])
-    assert step.dims == (1, 600, 400, 200) and step.flags == (0,) * 6
+    assert step.dims == (1, 600, 400, 200) and step.flags == (0,) * 5
 
     def left(b, x, y):
         return b.dot(b.broadcast_to(x, (6, 300, 200)), y, ((0,), (0,)), ((2,), (1,)))
@@ -100,14 +100,20 @@ def test_one_matrix_for_the_whole_batch():
     assert step.dims == (6, 300, 400, 200) and step.flags[SHARED_LHS] == 1
 
 
-def test_bias_and_relu_join_the_call():
+def test_a_bias_joins_the_call_and_relu_does_not():
+    """cuBLASLt's ReLU makes 0 of NaN."""
     def layer(b, x, y, v):
         return b.ew("max", b.ew("add", plain(b, x, y), v), b.const(0, "float32"))
 
     (step,) = check(layer, [(64, 200), (200, 400), (400,)])
-    assert (step.flags[BIAS], step.flags[RELU]) == (1, 1) and len(step.buffers) == 4
+    assert step.flags[BIAS] == 1 and len(step.buffers) == 4
     _, program = program_of(layer, [(64, 200), (200, 400), (400,)])
-    assert program.steps == [step]
+    assert [type(s) for s in program.steps] == [LibraryStep, KernelStep]
+
+
+def test_doubles_add_their_bias_in_a_kernel():
+    (step,) = check(lambda b, x, y, v: b.ew("add", plain(b, x, y), v), [(64, 200), (200, 400), (400,)], "float64")
+    assert step.flags[BIAS] == 0
 
 
 def test_what_is_read_elsewhere_stays_apart():

@@ -1,5 +1,5 @@
 // Times matrix products of many requests whose operands lie in separate allocations: one after the other, on a stream
-// each, and as one launch.  Also says what the library's epilogues do with NaN.
+// each, and as one launch.
 // Needs a GPU, but no TensorFlow; build it with custom_ops/{autotune,cublas_batched,cublas_lt,cuda_driver,program}.cc.
 //
 //   bench_products [COUNT...]     how many products at once
@@ -125,7 +125,7 @@ struct Shape {
 };
 
 MatmulShape Product(const Shape& s, int64_t batch) {
-  return {1, batch, s.m, s.n, s.k, false, false, false, false, false, Activation::kNone, true};
+  return {1, batch, s.m, s.n, s.k, false, false, false, false, false, true};
 }
 
 double WorstError(const std::vector<float>& got, const std::vector<float>& want) {
@@ -226,40 +226,10 @@ void Bench(const Shape& s, int64_t count) {
   for (Stream stream : streams) g_driver->StreamDestroy(stream);
 }
 
-// What bias + ReLU and GELU make of NaN, -0, infinities and large numbers.
-void Epilogues() {
-  std::string error;
-  constexpr int kSize = 32;
-  float specials[] = {NAN, -NAN, INFINITY, -INFINITY, -0.0f, 0.0f, -1.0f, 1.0f, -3.0f, 3.0f, -10.0f, 10.0f};
-  std::vector<float> zeros(kSize * kSize, 0), bias(kSize, 0);
-  std::copy(std::begin(specials), std::end(specials), bias.begin());
-  Memory lhs(zeros), rhs(zeros), add(bias), out(zeros), workspace(std::vector<float>(9 << 20));
-  for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kGeluTanh}) {
-    for (bool tf32 : {false, true}) {
-      MatmulShape s{1, 1, kSize, kSize, kSize, false, false, false, false, true, activation, tf32};
-      auto product = Matmul::Get(s, &error);
-      printf("activation %d tf32 %d:", static_cast<int>(activation), tf32);
-      if (!product) {
-        printf(" %s\n", error.c_str());
-        continue;
-      }
-      Check(product->Run(lhs.at, rhs.at, add.at, out.at, workspace.at, nullptr));
-      std::vector<float> got = Read(out.at, kSize);
-      for (size_t i = 0; i < std::size(specials); ++i) printf(" %.9g", got[i]);
-      printf("\n");
-    }
-  }
-  for (bool with_bias : {false, true}) {
-    MatmulShape s{2, 1, 8, 8, 8, false, false, false, false, with_bias, Activation::kNone, false};
-    printf("double, bias %d: %s\n", with_bias, Matmul::Get(s, &error) ? "yes" : error.c_str());
-  }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
   UseFirstDevice();
-  Epilogues();
   const Shape kShapes[] = {{"conv2", 3136, 64, 576}, {"conv3", 784, 128, 1152}, {"conv4", 196, 256, 2304},
                            {"conv5", 49, 512, 4608}, {"lstm", 1, 4096, 1024},   {"matvec", 1, 256, 256}};
   std::vector<int64_t> counts;

@@ -37,7 +37,7 @@ class Drawn:
     def _add(self, operation, a, b, out, n):
         operands = (a,) if operation == "axpb" else (a, b)
         if operation == "matmul":
-            self.steps.append(LibraryStep("matmul", (a, b, out), (1, n, n, n), (0,) * 6, "dot"))
+            self.steps.append(LibraryStep("matmul", (a, b, out), (1, n, n, n), (0,) * 5, "dot"))
         else:
             self.steps.append(programs.launch(f"t_{operation}", (*operands, out), n * n))
         self.recipe.append((operation, operands, out))

@@ -146,9 +146,9 @@ def fill() -> Program:
                    {"n": SymbolSource("value", 0, 0), "v": SymbolSource("value", 0, 1)})
 
 
-def matmul(dtype: str = "float32", flags=(0, 0, 0, 0, 0, 0), **changes) -> Program:
+def matmul(dtype: str = "float32", flags=(0, 0, 0, 0, 0), **changes) -> Program:
     """lhs [b, m, k], rhs [b, k, n] (each as its flags say), [bias [n]] -> [b, m, n], by a library step."""
-    trans_lhs, trans_rhs, broadcast_lhs, broadcast_rhs, has_bias, _ = flags
+    trans_lhs, trans_rhs, broadcast_lhs, broadcast_rhs, has_bias = flags
     batch, m, n, k = (dim(name) for name in ("batch", "m", "n", "k"))
     lhs = [1 if broadcast_lhs else batch, *((k, m) if trans_lhs else (m, k))]
     rhs = [1 if broadcast_rhs else batch, *((n, k) if trans_rhs else (k, n))]
@@ -164,3 +164,21 @@ def matmul(dtype: str = "float32", flags=(0, 0, 0, 0, 0, 0), **changes) -> Progr
     buffers.append(Buffer("output", 0, dtype, (batch, m, n)))
     step = LibraryStep("matmul", tuple(range(len(buffers))), (batch, m, n, k), tuple(flags), "from_matmul")
     return program(buffers, [step], symbols, guards, **{"code": {}, "text": "", **changes})
+
+
+def conv(dtype: str = "float32", image=(9, 7), window=(3, 2), strides=(2, 1), low=(1, 0), high=(0, 2), dilations=(1, 2),
+         channels: int = 6, results: int = 10, groups: int = 1, bias: int = 0, residual: int = 0, relu: int = 0,
+         **changes) -> Program:
+    """x [batch, *image, channels], w [results, *window, channels / groups], [bias [results]], [residual], by a library
+    step -> [batch, *places, results]."""
+    batch = dim("batch")
+    places = tuple(max(0, (n + a + b - (k - 1) * d - 1) // s + 1)
+                   for n, a, b, k, d, s in zip(image, low, high, window, dilations, strides, strict=True))
+    out = (batch, *places, results)
+    shapes = [(batch, *image, channels), (results, *window, channels // groups), *[(results,)] * bias,
+              *[out] * residual]
+    buffers = [Buffer("input", i, dtype, shape) for i, shape in enumerate(shapes)]
+    buffers.append(Buffer("output", 0, dtype, out))
+    step = LibraryStep("conv", tuple(range(len(buffers))), (batch, channels, results, *image, *places, *window),
+                       (bias, residual, relu, groups, *strides, *low, *high, *dilations), "from_conv")
+    return program(buffers, [step], {"batch": SymbolSource("dim", 0, 0)}, **{"code": {}, "text": "", **changes})

@@ -20,12 +20,12 @@ from tf_stitch.program.program import Buffer, LibraryStep
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32),
           "float64": np.dtype(np.float64)}
 SIZES = [(1, 1, 1, 1), (2, 3, 5, 7), (3, 17, 33, 65), (0, 2, 3, 4), (2, 0, 3, 4), (2, 3, 0, 4), (2, 3, 4, 0)]
-FLAGS = [f for f in itertools.product((0, 1), repeat=6) if not (f[2] and f[3])]
+FLAGS = [f for f in itertools.product((0, 1), repeat=5) if not (f[2] and f[3])]
 
 
 def operands(dtype, flags, sizes, seed=0):
     """Small multiples of 1/4: exact in every type, so that rounding shows only in the sum."""
-    trans_lhs, trans_rhs, broadcast_lhs, broadcast_rhs, has_bias, _ = flags
+    trans_lhs, trans_rhs, broadcast_lhs, broadcast_rhs, has_bias = flags
     batch, m, n, k = sizes
     shapes = [(1 if broadcast_lhs else batch, *((k, m) if trans_lhs else (m, k))),
               (1 if broadcast_rhs else batch, *((n, k) if trans_rhs else (k, n)))] + [(n,)] * has_bias
@@ -38,8 +38,7 @@ def product(flags, lhs, rhs, bias=None):
     lhs, rhs = (x.astype(np.float64).swapaxes(1, 2) if t else x.astype(np.float64)
                 for x, t in ((lhs, flags[0]), (rhs, flags[1])))
     y = lhs @ rhs
-    y = y if bias is None else y + bias.astype(np.float64)
-    return np.maximum(y, 0) if flags[5] else y
+    return y if bias is None else y + bias.astype(np.float64)
 
 
 def function(program, fn):
@@ -93,12 +92,12 @@ def test_between_kernels():
     program = programs.program(
         [Buffer("input", 0, f32, (m, k)), Buffer("input", 1, f32, (k, n)), Buffer("output", 0, f32, (m, n)),
          Buffer("temp", 0, f32, (m, k)), Buffer("temp", 1, f32, (m, n))],
-        [programs.launch("t_axpb", (0, 3), m * k), LibraryStep("matmul", (3, 1, 4), (1, m, n, k), (0,) * 6, "dot"),
+        [programs.launch("t_axpb", (0, 3), m * k), LibraryStep("matmul", (3, 1, 4), (1, m, n, k), (0,) * 5, "dot"),
          programs.launch("t_axpb", (4, 2), m * n)],
         {"m": SymbolSource("dim", 0, 0), "k": SymbolSource("dim", 0, 1), "n": SymbolSource("dim", 1, 1)})
     f = function(program, lambda x, y: 2 * ((2 * x + 1) @ y) + 1)
     for sizes in [(1, 1, 1), (200, 300, 100), (1, 500, 64)]:
-        x, y = operands(f32, (0,) * 6, (1, *sizes))
+        x, y = operands(f32, (0,) * 5, (1, *sizes))
         x, y = x[0], y[0]
         got, ran, _ = counted(lambda x=x, y=y: f(x, y))
         assert ran == 1
@@ -111,9 +110,9 @@ def changed(program, **changes):
 
 @pytest.mark.parametrize("changes, message", [
     ({"call": "sort"}, "the library call 'sort' is not known"),
-    ({"flags": (0,) * 5}, "has not 6 flags"),
-    ({"flags": (0, 0, 0, 0, 0, 2)}, "flag 2 does not exist"),
-    ({"flags": (0, 0, 0, 0, 1, 0)}, "another number of operands"),
+    ({"flags": (0,) * 6}, "has not 5 flags"),
+    ({"flags": (0, 0, 0, 0, 2)}, "flag 2 does not exist"),
+    ({"flags": (0, 0, 0, 0, 1)}, "another number of operands"),
     ({"dims": (1, 2, 3)}, "has not 4 dims"),
     ({"buffers": (0, 1, 0)}, "writes an input"),
     ({"buffers": (0, 1, 9)}, "buffer 9 does not exist"),
@@ -137,7 +136,7 @@ def test_types_that_have_no_product():
 ])
 def test_sizes_past_the_buffers_run_the_fallback(dims):
     """A damaged program must not read or write outside."""
-    good = programs.matmul(flags=(0, 0, 0, 0, 1, 0))
+    good = programs.matmul(flags=(0, 0, 0, 0, 1))
     bad = changed(good, dims=dims(*good.steps[0].dims))
     f = function(bad, lambda x, y, b: x @ y + b)
     xs = operands("float32", good.steps[0].flags, (2, 3, 5, 7))

@@ -25,6 +25,7 @@ from ..codegen.unit import HOST_FLAGS, level_flags
 from ..errors import CompileError, GuardFailed
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
+from ..ir.ops import OPS
 from ..options import HOST_LEVELS
 from ..program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program
 from .cache import INCLUDE, Cache, first_error, key_of
@@ -323,23 +324,48 @@ def _result(program: Program, i: int, memory: np.ndarray | _Memory, env: dict[st
 
 
 def call_library(step: LibraryStep, buffers: Sequence[np.ndarray], env: dict[str, int]) -> None:
-    """What a library step means; half types accumulate and add the bias in float32 and round once."""
-    if step.call != "matmul":
+    """What a library step means; half types accumulate and add in float32 and round once."""
+    if step.call not in _CALLS:
         raise GuardFailed(f"The library call '{step.call}' of '{step.origin}' is not known here.")
-    batch, m, n, k = _concrete(step.dims, env)
-    trans_lhs, trans_rhs, broadcast_lhs, broadcast_rhs, has_bias, relu = step.flags
-    lhs, rhs, *bias, out = buffers
+    out = buffers[-1]
     wide = out.dtype if out.dtype.itemsize > 2 else np.dtype(np.float32)
+    y = _CALLS[step.call](_concrete(step.dims, env), step.flags, [x.astype(wide) for x in buffers[:-1]])
+    out[:] = y.reshape(-1).astype(out.dtype)
+
+
+def _call_matmul(dims: Sequence[int], flags: Sequence[int], operands: Sequence[np.ndarray]) -> np.ndarray:
+    batch, m, n, k = dims
+    trans_lhs, trans_rhs, broadcast_lhs, broadcast_rhs, has_bias = flags
+    lhs, rhs, *bias = operands
 
     def matrices(x: np.ndarray, rows: int, columns: int, transposed: int, broadcast: int) -> np.ndarray:
         shape = (columns, rows) if transposed else (rows, columns)
-        x = x.astype(wide).reshape(1 if broadcast else batch, *shape)
+        x = x.reshape(1 if broadcast else batch, *shape)
         return x.swapaxes(1, 2) if transposed else x
 
     y = matrices(lhs, m, k, trans_lhs, broadcast_lhs) @ matrices(rhs, k, n, trans_rhs, broadcast_rhs)
-    y = y + bias[0].astype(wide) if has_bias else y
-    y = np.where(y < 0, 0, y) if relu else y
-    out[:] = np.broadcast_to(y, (batch, m, n)).reshape(-1).astype(out.dtype)
+    return np.broadcast_to(y + bias[0] if has_bias else y, (batch, m, n))
+
+
+def _call_conv(dims: Sequence[int], flags: Sequence[int], operands: Sequence[np.ndarray]) -> np.ndarray:
+    batch, channels, results, *sizes = dims
+    spatial = len(sizes) // 3
+    image, places, window = (tuple(sizes[i * spatial:(i + 1) * spatial]) for i in range(3))
+    has_bias, has_residual, relu, groups, *numbers = flags
+    strides, low, high, dilations = (tuple(numbers[i * spatial:(i + 1) * spatial]) for i in range(4))
+    x, w, *rest = operands
+    x = x.reshape(batch, *image, channels)
+    w = np.moveaxis(w.reshape(results, *window, channels // groups), 0, -1)
+    attrs = {"strides": strides, "padding": tuple(zip(low, high, strict=True)), "dilations": dilations,
+             "groups": groups}
+    y = OPS["conv"].evaluate([x, w], attrs, (batch, *places, results), str(x.dtype))
+    if has_residual:
+        y = y + rest[has_bias].reshape(y.shape)
+    y = y + rest[0] if has_bias else y
+    return np.where(y < 0, 0, y) if relu else y
+
+
+_CALLS = {"matmul": _call_matmul, "conv": _call_conv}
 
 
 def _launch(library: ctypes.CDLL | None, step: KernelStep, memory: list[np.ndarray | _Memory], env: dict[str, int],

@@ -1,4 +1,4 @@
-"""Which products a library computes: dense matrix products, with the bias and ReLU that follow them.
+"""What a library computes: dense matrix products, with the bias that follows them, and convolutions.
 
 A dot whose operands lie in memory as matrices (after transposes are folded into the product's axes) is a call of the
 target's library.  What does not lie so gets a transpose of its own first, which is stitched into what computes the
@@ -7,36 +7,18 @@ operand.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.graph import Graph, Node
 from ..ir.structural import dot_free
+from . import convolutions
+from .call import DTYPES, TINY_WORK, LibraryCall, repeated_vector, through_views
 
-DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 LIGHT_ELEMENTS = 1 << 15  # of one matrix that every block reads again and again: it should stay in the first cache
 # Up to so many multiply-adds, or rows, a kernel's product is no slower than a call; beyond, tensor cores pay.
 SMALL_WORK, FEW_ROWS = 1 << 24, 16
-TINY_WORK = 1 << 14  # multiply-adds: a kernel does less than this while it waits for memory anyway
-
-
-@dataclass(frozen=True)
-class MatmulCall:
-    """A group that is one library call: out[b] = op(lhs[b]) @ op(rhs[b]) (+ bias) (then ReLU).
-
-    ``args`` are the values it reads and, last, the one it writes; ``dims`` are (batch, m, n, k), ``flags`` as in
-    program.LibraryStep.
-    """
-
-    args: tuple[Node, ...]
-    dims: tuple[Dim, ...]
-    flags: tuple[int, ...]
-    origin: str
-    blocks: Dim = 0  # what the planner asks of a schedule
 
 
 def has_library(target: Any) -> bool:
@@ -45,7 +27,9 @@ def has_library(target: Any) -> bool:
 
 
 def suits_library(dot: Node, target: Any) -> bool:
-    """True for products that the target's library should compute."""
+    """True for products and convolutions that the target's library should compute."""
+    if has_library(target) and dot.op == "conv":
+        return convolutions.is_ready(dot)
     if not has_library(target) or dot.op != "dot" or dot.dtype not in DTYPES:
         return False
     work = work_of(dot)
@@ -76,9 +60,13 @@ def is_small(dot: Node, size_of: Callable[[Dim], int]) -> bool:
 
 # --- before planning -------------------------------------------------------------------------------
 
-def prepare_dots(graph: Graph, target: Any) -> Graph:
-    """The same graph with transposes folded into products where they can be, and added where a library needs them."""
-    if not has_library(target) or not any(n.op == "dot" for n in graph.nodes()):
+def prepare_calls(graph: Graph, target: Any) -> Graph:
+    """The same graph with convolutions as a library computes them (a matrix product where that is better), and with
+    transposes folded into products where they can be, and added where a library needs them."""
+    if not has_library(target):
+        return graph
+    graph = convolutions.prepare(graph)
+    if not any(n.op == "dot" for n in graph.nodes()):
         return graph
 
     def one(node: Node, inputs: tuple[Node, ...]) -> Node:
@@ -177,9 +165,17 @@ def _in_order(axes: Sequence[int], shape: Sequence[Dim], rank: int) -> bool:
 
 # --- as a group ------------------------------------------------------------------------------------
 
-def match(nodes: Iterable[Node], outputs: Sequence[Node], target: Any) -> MatmulCall | None:
+def carried(node: Node) -> tuple[Node, ...]:
+    """Nodes that belong to a call of the library wherever it is."""
+    return convolutions.carried(node) if node.op == "conv" else ()
+
+
+def match(nodes: Iterable[Node], outputs: Sequence[Node], target: Any) -> LibraryCall | None:
     """The library call that computes a group of one product and what may follow it; None when it is no such group."""
     members = set(nodes)
+    convs = [n for n in members if n.op == "conv"]
+    if convs and len(outputs) == 1:
+        return convolutions.match(convs[0], outputs[0], members) if suits_library(convs[0], target) else None
     dots = [n for n in members if n.op == "dot"]
     if len(dots) != 1 or len(outputs) != 1 or not suits_library(dots[0], target):
         return None
@@ -187,18 +183,18 @@ def match(nodes: Iterable[Node], outputs: Sequence[Node], target: Any) -> Matmul
     trans = [_layout(dot, 0), _layout(dot, 1)]
     if None in trans:
         return None
-    tail = _tail(outputs[0], dot, members)
-    if tail is None:
+    found, bias = _tail(outputs[0], dot, members)
+    if not found:
         return None
-    bias, relu = tail
     if bias is not None and target.superkernels:  # batches of separate products have no epilogue
         return None
     (lhs, shared_lhs), (rhs, shared_rhs) = (_shared(dot, k, members) for k in (0, 1))
-    args = [_through_views(x, members) for x in (lhs, rhs, bias) if x is not None]
+    args = [through_views(x, members) for x in (lhs, rhs, bias) if x is not None]
     if any(a in members for a in args):
         return None
-    flags = tuple(int(bool(f)) for f in (*trans, shared_lhs, shared_rhs, bias is not None, relu))
-    return MatmulCall((*args, outputs[0]), _sizes(dot), flags, outputs[0].origin or dot.origin)
+    flags = tuple(int(bool(f)) for f in (*trans, shared_lhs, shared_rhs, bias is not None))
+    sizes = _sizes(dot)
+    return LibraryCall("matmul", (*args, outputs[0]), sizes, flags, sizes, outputs[0].origin or dot.origin)
 
 
 def _sizes(dot: Node) -> tuple[Dim, ...]:
@@ -219,40 +215,16 @@ def _shared(dot: Node, k: int, members: set[Node]) -> tuple[Node, bool]:
     return x, False
 
 
-def _tail(out: Node, dot: Node, members: set[Node]) -> tuple[Node | None, bool] | None:
-    """(bias, whether ReLU ends it) of what follows the product; None when it is something else."""
-    n, relu = out, False
-    if n.op == "max" and (zeros := [x for x in n.inputs if _is_zero(x)]):
-        n, relu = next(x for x in n.inputs if x is not zeros[0]), True
-    n = _through_views(n, members)
+def _tail(out: Node, dot: Node, members: set[Node]) -> tuple[bool, Node | None]:
+    """(whether ``out`` is the product or its sum with a bias, the bias).
+
+    ReLU stays apart: a library's makes 0 of NaN.  It has no bias for doubles.
+    """
+    n = through_views(out, members)
     if n is dot:
-        return None if relu else (None, False)  # a library has ReLU only after a bias
-    if n.op != "add":
-        return None
-    for a, b in (n.inputs, n.inputs[::-1]):
-        bias = _bias(b, dot, members)
-        if bias is not None and _through_views(a, members) is dot:
-            return bias, relu
-    return None
-
-
-def _through_views(n: Node, members: set[Node]) -> Node:
-    while n.op == "reshape" and n in members:
-        n = n.inputs[0]
-    return n
-
-
-def _bias(x: Node, dot: Node, members: set[Node]) -> Node | None:
-    """The vector along n that ``x`` repeats, or None."""
-    if x.op != "broadcast" or x not in members:
-        return None
-    source, axes = x.inputs[0], tuple(x.attrs["axes"])
-    n = _sizes(dot)[2]
-    last = tuple(range(x.rank - len(axes), x.rank))
-    return source if axes == last and source.size == n else None
-
-
-def _is_zero(x: Node) -> bool:
-    while x.op in ("broadcast", "reshape"):
-        x = x.inputs[0]
-    return x.op == "const" and not np.any(x.attrs["value"])
+        return True, None
+    for a, b in (n.inputs, n.inputs[::-1]) if n.op == "add" and n.dtype != "float64" else ():
+        bias = repeated_vector(b, members, _sizes(dot)[2])
+        if bias is not None and through_views(a, members) is dot:
+            return True, bias
+    return False, None

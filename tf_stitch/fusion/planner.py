@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,8 +143,9 @@ class Planner:
         call = library.match(group.nodes, group.outputs, self.target) if self.uses_library else None
         if call is None:
             return self._kernel(group)
-        ns = self.model.library_ns(call.dims)
-        own = self._kernel(group) if all(n.op != "dot" or self.inlines(n) for n in group.nodes) else None
+        ns = self.model.library_ns(call.product)
+        own = self._kernel(group) if call.call == "matmul" and all(
+            n.op != "dot" or self.inlines(n) for n in group.nodes) else None
         return own if own is not None and own.ns <= ns else Planned(group, call, ns, 0.0)
 
     def _kernel(self, group: Group) -> Planned | None:
@@ -182,12 +183,12 @@ class Planner:
     # --- steps --------------------------------------------------------------------------------------
 
     def join_epilogues(self) -> None:
-        """Gives a library's product the bias and the ReLU that only follow it."""
+        """Gives a library's call what only follows it and is part of it: a bias, and a convolution a sum and ReLU."""
         parts = self.parts
         for n in parts.order if self.uses_library else ():
             if n not in parts.owner or not library.suits_library(n, self.target):
                 continue
-            nodes, last = frozenset([n]), n
+            nodes, last = frozenset([n, *library.carried(n)]), n
             while last not in parts.required and len(parts.users[last]) == 1:
                 last = next(iter(parts.users[last]))
                 group = parts.group(nodes | {last})
@@ -424,15 +425,27 @@ class Planner:
 
     def merge_layers(self) -> None:
         """Merges independent groups of one layer into multi-output kernels; the same blocks go together first."""
-        order = self.parts.in_order()
-        for layer in spans(order, self.parts.producers).layers():
-            by_blocks: dict[Any, list[Unit]] = {}
-            for u in layer:
-                if not self.alone(u):
-                    by_blocks.setdefault(self.planned(u.nodes).scheduled.blocks, []).append(u)
-            merged = [self._merge_all(same) for same in by_blocks.values()]
-            if len(merged) > 1:
-                self._merge_all(merged)
+        self._merge_layer(self._before_convolutions())
+        for layer in spans(self.parts.in_order(), self.parts.producers).layers():
+            self._merge_layer(layer)
+
+    def _merge_layer(self, layer: Iterable[Unit]) -> None:
+        by_blocks: dict[Any, list[Unit]] = {}
+        for u in layer:
+            if not self.alone(u):
+                by_blocks.setdefault(self.planned(u.nodes).scheduled.blocks, []).append(u)
+        merged = [self._merge_all(same) for same in by_blocks.values()]
+        if len(merged) > 1:
+            self._merge_all(merged)
+
+    def _before_convolutions(self) -> list[Unit]:
+        """Units that convolutions read and that wait for no library: filters and biases can all be made ready first."""
+        found: dict[Unit, None] = {}
+        for u in self.parts.in_order() if self.uses_library else ():
+            if not self.alone(u) and self.parts.producers(u) <= found.keys() \
+                    and any(n.op == "conv" for c in self.parts.consumers(u) for n in c.nodes):
+                found[u] = None
+        return list(found)
 
     def _merge_all(self, units: list[Unit]) -> Unit:
         """Merges into the first unit what pays; returns it."""

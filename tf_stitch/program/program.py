@@ -40,8 +40,13 @@ class LibraryStep:
     """A call of a library on dense row-major tensors, whose element type is the buffers'.
 
     ``call`` "matmul": ``buffers`` are (lhs, rhs, [bias,] out), ``dims`` (batch, m, n, k) and ``flags`` (trans_lhs,
-    trans_rhs, broadcast_lhs, broadcast_rhs, has_bias, relu), each 0 or 1: out[b] = op(lhs[b]) @ op(rhs[b]) (+ bias
-    along n) (then ReLU).  An operand that is broadcast is one matrix for the whole batch.
+    trans_rhs, broadcast_lhs, broadcast_rhs, has_bias), each 0 or 1: out[b] = op(lhs[b]) @ op(rhs[b]) (+ bias along n).
+    An operand that is broadcast is one matrix for the whole batch.
+
+    ``call`` "conv": ``buffers`` are (x, w, [bias,] [residual,] out), ``dims`` (batch, channels, out channels, *image,
+    *places, *window) and ``flags`` (has_bias, has_residual, relu, groups, *strides, *zeros below, *zeros above,
+    *dilations) for 2 or 3 spatial dims: out = conv(x, w) (+ residual) (+ bias) (then ReLU), where x is [batch, *image,
+    channels], w [out channels, *window, channels / groups] and out [batch, *places, out channels].
     """
 
     call: str

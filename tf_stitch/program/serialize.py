@@ -9,7 +9,7 @@
       5 steps        count, (kind: byte, origin, ...)
                        0 kernel: kernel, buffers, dims, blocks, shared bytes, cost, threads
                        1 alias: source buffer, output buffer
-                       2 library: call, buffers, dims, flags (each 0 or 1)
+                       2 library: call, buffers, dims, flags (see program.LibraryStep)
       6 guards       count, (kind: byte, a, b, reason)
       7 code         count, (target, bytes)
       8 text         bytes

@@ -60,8 +60,9 @@ CONTRACTIONS = frozenset({
     "Conv2DBackpropInputV2", "Conv2DBackpropFilterV2",
 })
 
-# Those of them that become one matrix product.
-PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "_FusedMatMul"})
+# Those of them that a GPU program computes itself: by a library's call, or in a kernel.
+PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "_FusedMatMul", "Conv2D",
+                      "Conv3D", "DepthwiseConv2dNative", "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D"})
 
 # Ops that move no data: they give another name, shape or description to a tensor.
 METADATA = frozenset({
