@@ -63,8 +63,8 @@ def page() -> str:
         f"## Shapes and names\n\nThese give a tensor another name or shape and cost nothing: {_names(METADATA)}.\n",
         "On small integer tensors that come from shapes, these are computed as symbolic sizes while rewriting: "
         f"{_names(set(lower.SYMBOLIC) - METADATA)}.\n",
-        "## Matrix products, convolutions and pools\n\nThey are not counted in the coverage. On a GPU these become part "
-        f"of a program, by a call of cuBLASLt or cuDNN or in a kernel: {_names(known)}.\n",
+        "## Matrix products, convolutions and pools\n\nThey are not counted in the coverage. On a GPU these become "
+        f"part of a program, by a call of cuBLASLt or cuDNN or in a kernel: {_names(known)}.\n",
         f"Always TensorFlow's: {_names(CONTRACTIONS - set(known))}.\n",
     ]
     return "\n".join(parts)

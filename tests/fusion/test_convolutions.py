@@ -9,6 +9,7 @@ import pytest
 
 from tests.fusion.test_library import check, program_of
 from tf_stitch.backend import host
+from tf_stitch.fusion import library
 from tf_stitch.ir import interp
 from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.program.program import KernelStep, LibraryStep
@@ -16,6 +17,13 @@ from tf_stitch.program.program import KernelStep, LibraryStep
 SHAPES = [(2, 16, 16, 32), (3, 3, 32, 64)]
 VECTOR, IMAGE = (64,), (2, 16, 16, 64)
 SAME = ((1, 1), (1, 1))
+
+
+@pytest.fixture(autouse=True)
+def every_product_is_a_call(monkeypatch):
+    """The shapes here are small: a kernel would do their products."""
+    monkeypatch.setattr(library, "SMALL_WORK", 0)
+    monkeypatch.setattr(library, "FEW_ROWS", 0)
 
 
 def conv(b, x, w):
