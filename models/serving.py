@@ -241,6 +241,28 @@ def mixed_table(rows: Sequence[dict[str, Any]]) -> Table:
     return out
 
 
+# --- what Python costs ------------------------------------------------------------------------------
+
+def cost(folder: Path, seconds: float = 1.0) -> dict[str, float]:
+    """Requests a second of a model that does nothing: one at a time, and with many under way.  It bounds everything."""
+    module = tf.Module()
+    module.call = tf.function(lambda x: {"y": x + 1.0}, input_signature=[tf.TensorSpec([1], name="x")], autograph=False)
+    tf.saved_model.save(module, os.fspath(folder / "nothing"), signatures=module.call)
+    inputs = {"x": np.zeros(1, np.float32)}
+    with tf_stitch.StitchSession(coalesce=False) as session:
+        session.add("nothing", folder / "nothing", stitch=False, device="CPU:0")
+        alone, end = 0, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            session.run("nothing", inputs)
+            alone += 1
+        many, begin = 0, time.perf_counter()
+        while time.perf_counter() < begin + seconds:
+            for future in [session.submit("nothing", inputs) for _ in range(500)]:
+                future.result()
+            many += 500
+        return {"one_at_a_time_rps": alone / seconds, "many_rps": many / (time.perf_counter() - begin)}
+
+
 # --- the command ------------------------------------------------------------------------------------
 
 class Results:
@@ -329,6 +351,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": "python -m models.serving " + " ".join(sys.argv[1:] if argv is None else argv)})
     policies = [p for p in args.policies.split(",") if p]
     with tempfile.TemporaryDirectory(prefix="tf_stitch_tenants_") as temporary:
+        results.facts["empty_model"] = cost(Path(temporary))
+        say(f"a model that does nothing: {results.facts['empty_model']}")
         used = {*(policies if "search" in args.parts else ()),
                 *(args.mixed_policies.split(",") if "mixed" in args.parts else ()),
                 *(("superkernel",) if "soak" in args.parts else ())}

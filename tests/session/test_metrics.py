@@ -11,6 +11,7 @@ from tf_stitch.errors import OptionError
 from tf_stitch.serving.metrics import SessionCollector, _of_scheduler
 from tf_stitch.serving.tally import BUCKETS, Tally
 
+from .marks import BOTH
 from .support import NATIVE, rows, scaled
 
 prometheus = pytest.importorskip("prometheus_client")
@@ -45,6 +46,22 @@ def test_values(session, gate):
     assert value("tf_stitch_latency_seconds_bucket", tenant="slow", le="+Inf") == 2
     assert 0 < value("tf_stitch_latency_seconds_sum", tenant="a") < 10
     assert value("tf_stitch_queue_depth", tenant="slow") == 0
+
+
+@BOTH
+def test_what_the_scheduler_adds(session):
+    registry = prometheus.CollectorRegistry()
+    registry.register(SessionCollector(session))
+    session.add("metered", scaled(2.0), slo_ms=10_000)
+    for i in range(20):
+        session.run("metered", rows(i))
+    used = registry.get_sample_value("tf_stitch_device_seconds_total", {"tenant": "metered"})
+    factor = registry.get_sample_value("tf_stitch_coalescing_factor", {"device": "CPU"})
+    if session.coalesce:
+        assert 0 < used < 10 and factor >= 1
+        assert registry.get_sample_value("tf_stitch_throttled", {"tenant": "metered"}) == 0
+    else:
+        assert used is None and factor is None
 
 
 def test_served_over_http():

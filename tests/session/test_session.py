@@ -257,6 +257,15 @@ def test_remove(session, gate):
     assert session.tenants == []
 
 
+def test_keras_model(session):
+    image = tf.keras.Input((4,), name="x")
+    model = tf.keras.Model(image, tf.keras.layers.Dense(3, "tanh")(image))
+    session.add("k", model)
+    x = np.ones((2, 4), np.float32)
+    (answer,) = session.run("k", x).values()
+    np.testing.assert_allclose(answer, model(x), rtol=1e-5, atol=1e-6)
+
+
 # --- warm-up ----------------------------------------------------------------------------------------
 
 def test_recorded_warmup_requests(session, tmp_path):

@@ -26,6 +26,8 @@ class SessionCollector:
     tf_stitch_coalescing_factor{device}: steps of requests per launch of the scheduler.
     tf_stitch_gpu_busy_ratio{device}: share of the time since coalescing was turned on that the device had work.
     tf_stitch_scheduler_depth{device}: requests that the scheduler holds.
+    tf_stitch_device_seconds_total{tenant}: device time of its steps.
+    tf_stitch_throttled{tenant}: 1 while it is held back because it drifts.
     """
 
     def __init__(self, session: Any) -> None:
@@ -53,7 +55,9 @@ class SessionCollector:
             depth.add_metric(label, tenant.outstanding - tenant.running)
             running.add_metric(label, tenant.running)
         yield from (requests, latency, attainment, depth, running)
-        yield from _of_scheduler(session.stats()["scheduler"])
+        stats = session.stats()["scheduler"]
+        yield from _of_scheduler(stats)
+        yield from _of_tenants(stats, {tenant.key: tenant.name for tenant in session._all_tenants()})
 
 
 def _cumulative(buckets: list[int]) -> list[tuple[str, float]]:
@@ -77,6 +81,17 @@ def _of_scheduler(stats: dict[str, Any]) -> Iterator[Any]:
             family.add_metric([device["name"]], device[key])
         if devices:
             yield family
+
+
+def _of_tenants(stats: dict[str, Any], names: dict[str, str]) -> Iterator[Any]:
+    found = {names[key]: figures for key, figures in stats.get("tenants", {}).items() if key in names}
+    used = CounterMetricFamily("tf_stitch_device_seconds", "Device time of a tenant's steps.", labels=["tenant"])
+    throttled = GaugeMetricFamily("tf_stitch_throttled", "1 while a tenant is held back.", labels=["tenant"])
+    for name, figures in found.items():
+        used.add_metric([name], figures["device_us"] * 1e-6)
+        throttled.add_metric([name], float(figures["throttled"]))
+    if found:
+        yield from (used, throttled)
 
 
 class MetricsServer:

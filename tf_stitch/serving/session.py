@@ -103,8 +103,8 @@ class StitchSession:
 
         Args:
           name: any text, not in use.
-          model: a SavedModel folder, stitched or not, or a function (its outputs are "output_0", ... unless it
-            returns a dict).
+          model: a SavedModel folder, stitched or not, a Keras model, or a function (outputs are "output_0", ... unless
+            it returns a dict).
           slo_ms: milliseconds within which an answer is due; requests are ordered by it, and metrics judge by it.
           priority: "latency", or "best_effort": gives way to the others.
           signature: of a SavedModel; what requests run unless they say otherwise.

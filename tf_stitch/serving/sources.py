@@ -18,10 +18,12 @@ from ..options import Options
 
 
 def save_function(function: Callable[..., Any], folder: Path, input_signature: Sequence[tf.TensorSpec] | None) -> None:
-    """Writes a function, with the variables that it uses, as a SavedModel with one signature.
+    """Writes a function, with the variables that it uses, or a Keras model as a SavedModel with one signature.
 
     Raises OptionError when its arguments' types are not known, SavedModelError when TensorFlow cannot write it.
     """
+    if hasattr(function, "export") and input_signature is None:  # a Keras model knows its inputs
+        return _exported(function, folder)
     concrete = _concrete(function, input_signature)
     module = tf.Module()
     module.function = concrete
@@ -31,6 +33,13 @@ def save_function(function: Callable[..., Any], folder: Path, input_signature: S
     except Exception as error:
         reason = saved_model._first_line(error)
         raise SavedModelError(f"The function '{concrete.name}' cannot be saved: {reason}") from None
+
+
+def _exported(model: Any, folder: Path) -> None:
+    try:
+        model.export(os.fspath(folder), verbose=False)
+    except Exception as error:
+        raise SavedModelError(f"The model cannot be exported: {saved_model._first_line(error)}") from None
 
 
 def _concrete(function: Any, input_signature: Sequence[tf.TensorSpec] | None) -> Any:
