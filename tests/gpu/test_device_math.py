@@ -56,7 +56,7 @@ extern "C" __global__ void halves(const float* x, ts_half* h, ts_bfloat16* b, fl
 }
 """
 DOWN, UP, ANY = [(0x80000000, 0xFFFFFFFF)], [(0, 0x7FFFFFFF)], [(0, 0xFFFFFFFF)]
-BOUNDS = {"erfc": (7, ANY), "exp_down": (4, DOWN), "sigmoid": (5, ANY), "rsqrt": (2, UP)}
+BOUNDS = {"erfc": (7, ANY), "exp_down": (3, DOWN), "sigmoid": (5, ANY), "rsqrt": (2, UP)}
 SPECIALS = f32([0.0, -0.0, 1, -1, 3, -7, np.inf, -np.inf, np.nan, 1e-30, -1e30, 3e38, -2e-38])
 
 
@@ -96,7 +96,7 @@ def test_division_by_one_of_many(module):
     (y,) = call(module, "divide", [x, s], [np.empty_like(x)])
     with np.errstate(all="ignore"):
         want = x.astype(np.float64) / s
-        near = np.abs(y - want) <= np.where(np.abs(s) <= 2.0**100, 1, 4) * np.spacing(np.abs(want.astype(f32)))
+        near = np.abs(y - want) <= np.where(np.abs(s) <= 2.0**100, 1, 6) * np.spacing(np.abs(want.astype(f32)))
     ok = near | (y == want.astype(f32)) | (np.isnan(y) & np.isnan(want))
     assert ok.all(), (x[~ok][:5], s[~ok][:5], y[~ok][:5])
     usual = (np.abs(s) < 2.0**100) & (np.abs(want) > 2.0**-90) & np.isfinite(want) & (np.abs(want) < 1e38)

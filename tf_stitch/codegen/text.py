@@ -61,7 +61,7 @@ def compute_type(dtype: str) -> str:
 def rounded(text: str, dtype: str) -> str:
     """An expression of the compute type, rounded to what memory of the type can hold."""
     c = storage_type(dtype)
-    return text if c == compute_type(dtype) else f"ts_load(ts_store<{c}>({text}))"
+    return text if c == compute_type(dtype) else f"ts_round<{c}>({text})"
 
 
 def literal(value: np.generic | np.ndarray, dtype: str) -> str:

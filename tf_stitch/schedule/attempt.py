@@ -28,6 +28,7 @@ PER_CYCLE = 24  # element operations that one host core does in a cycle, seen ov
 DROPS = 16  # in how many steps, about, a GPU's block gives up all values that it may compute again
 IDLE = 0.25  # blocks that leave all multiprocessors idle but one would have to be so much faster
 OPS_PER_NS = 100  # element operations that a multiprocessor of a GPU does in a nanosecond
+STREAM = 40  # bytes that a multiprocessor of a GPU reads in a nanosecond
 ACROSS = 8  # elements along both sides of a transpose from which on staging it pays
 SAMPLES = 5  # blocks that are looked at where a stage's work differs from block to block
 LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
@@ -212,6 +213,8 @@ class Attempt:
         self.time = rounds * block + once
         self.waste = (blocks * (block - BLOCK_OVERHEAD) + once) / max(least, 1)
         self.ideal = least / max(min(self.target.cores, least // FINE_WORK), 1)
+        if self.target.has_threads and blocks < self.target.cores:
+            self._count_bytes(stages, envs)
         self.product_ns = 0.0
         if have_products(self.nodes, self.target):
             self.product_ns = block_ns(stages, self.kept, blocks, lambda d: _number(d, envs))
@@ -220,6 +223,19 @@ class Attempt:
             idle = max(1 - blocks / self.target.cores, 0)
             self.time = rounds * (self.product_ns + others / OPS_PER_NS) * (1 + IDLE * idle)
         return D.floordiv(cost, PER_CYCLE) + 1
+
+    def _count_bytes(self, stages: Sequence[Stage], envs: Sequence[Mapping[str, int]]) -> None:
+        """Makes ``time`` and ``ideal`` at least what reading takes: one multiprocessor alone reads slowly."""
+        block, whole = 0, 0
+        for s in stages:
+            found = {n for i in s.items for n, _ in reads(i, lambda x: x in self.kept or x not in self.members)}
+            for n in found - self.members:
+                if guess(n.size) >= guess(D.product(s.shape)):  # a smaller one is read again and again
+                    size = DTYPES[n.dtype].size * OPS_PER_NS // STREAM
+                    block += size * _number(D.product(e for _, e in s.box), envs)
+                    whole += size * guess(n.size)
+        self.time = max(self.time, block)
+        self.ideal = max(self.ideal, whole / self.target.cores)
 
     def _samples(self) -> list[dict[str, int]]:
         """Blocks that stand for all: a box may differ from block to block (the pieces of a concat)."""

@@ -142,7 +142,9 @@ def _lanes(first: Stage, widest: int, room: int, target: Target) -> tuple[int, i
     rows = max(guess(D.product(ext for _, ext in first.box[:-1])), 1)
     least = max(-(-size // min(max(room, 1), USUAL)), target.threads >> (rows - 1).bit_length(),
                 SEGMENT // (neighbours * widest), 1)
-    lanes = min(_power(least), _power(runs), target.threads)
+    lanes = min(_power(least), _power(runs), target.lanes)
+    if least > target.lanes and 2 * runs >= target.threads:
+        lanes = target.threads  # a warp or all of the block: what lies between would need barriers of its own
     return lanes, neighbours, -(-runs // lanes) * neighbours
 
 

@@ -136,13 +136,8 @@
 template <int bits> struct ts_index_type { typedef int64_t type; };
 template <> struct ts_index_type<32> { typedef int32_t type; };
 
-// The threads of a group of several warps wait for each other; barrier 0 is the block's.
-template <int L>
-__device__ __forceinline__ void ts_group_barrier() {
-  if constexpr (L == TS_THREADS) __syncthreads();
-  else asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / L + 1), "n"(L) : "memory");
-}
-// Folds a value over the L threads of a group; every thread gets the result.  All threads of the group must come here.
+// Folds a value over the L threads of a group; every thread gets the result.  Groups wider than a warp are the
+// whole block, and all its threads must come here.
 template <int L, class T, class F>
 __device__ __forceinline__ T ts_join(T x, F f) {
   constexpr int W = L < 32 ? L : 32;
@@ -150,14 +145,14 @@ __device__ __forceinline__ T ts_join(T x, F f) {
 #pragma unroll
   for (int d = W / 2; d; d /= 2) x = f(x, __shfl_xor_sync(mask, x, d));
   if constexpr (L > 32) {
+    static_assert(L == TS_THREADS, "a group is part of a warp or the block");
     __shared__ T parts[TS_THREADS / 32];
-    const int first = threadIdx.x / L * (L / 32);
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-    ts_group_barrier<L>();
-    x = parts[first];
+    __syncthreads();
+    x = parts[0];
 #pragma unroll
-    for (int w = 1; w < L / 32; ++w) x = f(x, parts[first + w]);
-    ts_group_barrier<L>();
+    for (int w = 1; w < TS_THREADS / 32; ++w) x = f(x, parts[w]);
+    __syncthreads();
   }
   return x;
 }

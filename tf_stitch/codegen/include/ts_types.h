@@ -211,4 +211,17 @@ TS_FN To ts_cast(From x) {
 template <class To, class From>
 TS_FN To ts_store(From x) { return ts_cast<To>(x); }
 
+// The value of the compute type nearest to x that storage can hold.
+template <class T>
+TS_FN typename ts_compute<T>::type ts_round(typename ts_compute<T>::type x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (ts_is_same<T, ts_bfloat16>::value) {  // a pair of x and 0 is the float
+    ts_u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(0.0f));
+    return ts_float_of(pair);
+  }
+#endif
+  return ts_load(ts_store<T>(x));
+}
+
 #endif  // TS_TYPES_H_
