@@ -31,8 +31,8 @@ from .peers.definitions import DEFINITIONS
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 
-WEIGHTS = {"tests": 1.5, "sanitize": 1.0, "kernels": 1.0, "workloads": 1.0, "bench": 5.0, "dynamic": 1.5,
-           "restart": 1.0, "peers": 3.0}  # of the time
+WEIGHTS = {"tests": 1.5, "sanitize": 1.0, "kernels": 1.0, "workloads": 1.0, "memory": 0.7, "bench": 5.0,
+           "dynamic": 1.5, "restart": 1.0, "peers": 3.0}  # of the time
 PARTS = tuple(WEIGHTS)
 ROOT = Path(__file__).resolve().parents[1]
 CHUNKS, PER_CHUNK = 12, 25
@@ -223,6 +223,19 @@ def _check_workload(workload: Any, dynamic: bool) -> dict[str, Any]:
             "left": [f"{n.op}: {n.reason}" for r in reports for g in r.graphs for n in g.left][:20]}
 
 
+# --- memory-bound kernels --------------------------------------------------------------------------
+
+def memory(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Single kernels' shares of the copy bandwidth."""
+    from . import memory_bound
+
+    shares = memory_bound.Shares(args.dry)
+    yield "copy", lambda: dict(shares.copies)
+    for operation, (rows, columns), dtype in memory_bound.CASES:
+        yield (f"{operation} {rows} x {columns} {dtype}",
+               lambda case=(operation, (rows, columns), dtype): shares.row(*case))
+
+
 # --- the benchmark ---------------------------------------------------------------------------------
 
 def benchmark(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -304,8 +317,8 @@ def other_libraries(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[]
         yield f"{row['workload']}, {row['how']}", lambda row=row: {"rows": [row], **row}
 
 
-RUN = {"tests": tests, "sanitize": sanitize, "kernels": kernels, "workloads": workloads, "bench": benchmark,
-       "dynamic": dynamic_batches, "restart": second_process, "peers": other_libraries}
+RUN = {"tests": tests, "sanitize": sanitize, "kernels": kernels, "workloads": workloads, "memory": memory,
+       "bench": benchmark, "dynamic": dynamic_batches, "restart": second_process, "peers": other_libraries}
 
 
 # --- the command -----------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ turns, so that nothing of a run is left in the second-level cache for the next (
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,25 +152,30 @@ def measure(program: Program, clock: Clock) -> tuple[float, float]:
             s.free()
 
 
-def rows(wanted: list[str], dry: bool) -> Iterator[dict[str, Any]]:
-    """What was measured, case by case; the copies first."""
-    clock = None if dry else Clock(cuda.driver())
-    copies = clock.copies() if clock else {}
-    yield {"case": "copy", **copies}
-    for operation, shape, dtype in CASES:
-        if wanted and operation not in wanted:
-            continue
+class Shares:
+    """Measures cases against the copies of the same run; with ``dry`` it only compiles them."""
+
+    def __init__(self, dry: bool = False):
+        self.clock = None if dry else Clock(cuda.driver())
+
+    @functools.cached_property
+    def copies(self) -> dict[str, float]:
+        """GB/s of copies."""
+        return self.clock.copies() if self.clock else {}
+
+    def row(self, operation: str, shape: tuple[int, int], dtype: str) -> dict[str, Any]:
+        """What a case moves, how long it takes, and its share of the faster copy's bandwidth."""
         program = compiler.build_program(make(operation, shape, dtype), CUDA)
-        kernels = sum(isinstance(s, KernelStep) for s in program.steps)
-        row = {"case": operation, "shape": shape, "dtype": dtype, "bytes": moved_bytes(program), "kernels": kernels}
-        if clock is None:
-            program.code = cuda.compile_text(program.text)
-        else:
-            cold, warm = measure(program, clock)
-            best = max(copies.values())
-            row |= {"cold_us": cold, "warm_us": warm, "cold_share": row["bytes"] / cold / 1e3 / best,
-                    "warm_share": row["bytes"] / warm / 1e3 / best}
-        yield row
+        moved = moved_bytes(program)
+        row = {"case": operation, "shape": shape, "dtype": dtype, "bytes": moved,
+               "kernels": sum(isinstance(s, KernelStep) for s in program.steps)}
+        if self.clock is None:
+            cuda.compile_text(program.text)
+            return row
+        best = max(self.copies.values())
+        for name, us in zip(("cold", "warm"), measure(program, self.clock), strict=True):
+            row |= {f"{name}_us": us, f"{name}_share": moved / us / 1e3 / best}
+        return row
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -183,9 +189,11 @@ def main(argv: list[str] | None = None) -> int:
     unknown = set(wanted) - set(OPERATIONS)
     if unknown:
         parser.error(f"unknown case {', '.join(sorted(unknown))}; use {', '.join(OPERATIONS)}")
-    done = []
-    for row in rows(wanted, args.dry):
-        done.append(row)
+    shares = Shares(args.dry)
+    done: list[dict[str, Any]] = []
+    for one in [lambda: {"case": "copy", **shares.copies},
+                *(lambda c=c: shares.row(*c) for c in CASES if not wanted or c[0] in wanted)]:
+        done.append(row := one())
         print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
     if args.out:
         args.out.write_text(json.dumps(done, indent=1) + "\n")
