@@ -17,6 +17,7 @@ constexpr double kFollow = 0.1;       // weight of a new measurement
 constexpr double kLargestRatio = 10;
 constexpr int kMeasurements = 16;         // before a tenant is judged
 constexpr int kThrottledShare = 4;        // a throttled tenant has a fourth of its requests in flight, at least one
+constexpr double kLoss = 1.5;             // company that takes this much longer than one by one is no gain
 constexpr double kRateWindowUs = 500000;  // busy time that the rate of work is taken over
 
 std::string Milliseconds(double us) {
@@ -338,6 +339,14 @@ void Policy::AddPart(const Unit& u, Superkernel* out) const {
   out->estimate_us += estimates_->Of(u.shape, found->count, u.cost_us);
 }
 
+// Whether one more of a unit's shape is no loss.  Numbers that were never measured are tried.
+bool Policy::Pays(const Unit& u, const Superkernel& s) const {
+  int count = 1;
+  for (const Superkernel::Part& p : s.parts) count += p.shape == u.shape ? p.count : 0;
+  return count == 1 ||
+         estimates_->Of(u.shape, count, u.cost_us) <= kLoss * count * estimates_->Of(u.shape, 1, u.cost_us);
+}
+
 // The leader, then all that are ready in its cluster, while there is room: latency tenants first, the most urgent
 // first.  Best effort joins a latency tenant only within its slack.  A throttled tenant's requests keep to themselves.
 void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
@@ -360,6 +369,7 @@ void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
     Tenant* tenant = e->tenant;
     bool alone = tenant->throttled || leader->tenant->throttled;
     if (alone && tenant != leader->tenant) continue;
+    if (!Pays(e->work->units[e->next], *out)) continue;
     if (e->best_effort && !chosen.best_effort && Plus(now, out->estimate_us) > least_latest) continue;
     if (!e->best_effort) least_latest = std::min(least_latest, LatestStart(*e));
     out->members.push_back(e->id);

@@ -8,7 +8,8 @@
 // full, no company is on its way, the request has used up what it may wait in all, or its slack is gone (slack =
 // deadline - now - estimated remaining time, with a margin).  Of the due clusters, those of latency-critical tenants
 // come before best effort; then those without slack, earliest latest start first; then the one whose tenant has had
-// the least device time for its weight.  Whoever is ready in the chosen cluster joins.
+// the least device time for its weight.  Whoever is ready in the chosen cluster joins, unless measured times say that
+// so many are better off one by one.
 #ifndef TF_STITCH_CUSTOM_OPS_SCHEDULER_H_
 #define TF_STITCH_CUSTOM_OPS_SCHEDULER_H_
 
@@ -202,6 +203,7 @@ class Policy {
   bool Better(const Candidate& a, const Candidate& b) const;
   void Fill(const Candidate& chosen, Micros now, Superkernel* out);
   void AddPart(const Unit& unit, Superkernel* out) const;
+  bool Pays(const Unit& unit, const Superkernel& superkernel) const;
   void Charge(Tenant* tenant, double us);
   void Drift(Tenant* tenant, double ratio);
   void PromoteQueued(Tenant* tenant, Micros now);

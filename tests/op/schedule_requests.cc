@@ -249,6 +249,22 @@ void DriftThrottles() {
   CHECK(!throttled("drifts"));
 }
 
+// Company that was measured to be slower than one by one is not sought again; what was not measured is tried.
+void PacksWhereMeasuredToPay() {
+  Clock c({0, 64, 100, 10});
+  uint64_t id = 1;
+  auto four = [&] {
+    for (int i = 0; i < 4; ++i) CHECK(c.Held(id++, "a", WorkOf({1})));
+    return c.Next().size();
+  };
+  c.estimates.Measured(1, 1, 50);
+  CHECK(four() == 4);
+  c.Run(2000);  // ten times what they take one by one
+  CHECK(four() == 3);
+  c.Run(3 * 20);
+  CHECK(c.Next().size() == 1);
+}
+
 void EstimatesFollowAndAreKept() {
   Estimates e;
   CHECK(e.Of(5, 3, 10) == 30 && !e.Known(5));
@@ -444,6 +460,7 @@ int main(int argc, char** argv) {
   AdmissionLooksAtTheQueue();
   QuotasQueueThenReject();
   DriftThrottles();
+  PacksWhereMeasuredToPay();
   EstimatesFollowAndAreKept();
   for (bool enqueues : {false, true}) {
     for (int lanes : {1, 3}) NothingIsLostOrDoubled(enqueues, lanes, seed);

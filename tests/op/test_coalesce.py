@@ -5,6 +5,9 @@ import concurrent.futures
 import contextlib
 import ctypes
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -232,6 +235,16 @@ def test_wrong_options(options, why):
     with pytest.raises(ValueError, match=why):
         call("enable", options)
     assert library().tfs_scheduler_enabled() == 0
+
+
+def test_turned_on_by_the_environment():
+    script = ("from tests.op.test_coalesce import Model, arguments, stats\n"
+              "Model('from_environment', 'chain')(*arguments('chain', 1))\n"
+              "now = stats()\n"
+              "assert now['enabled'] and now['tenants']['from_environment']['completed'] == 1, now\n")
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "TF_STITCH_COALESCE": '{"workers": 1}'},
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_measured_times_are_kept(tmp_path):
