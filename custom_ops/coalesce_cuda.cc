@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "counters.h"
+#include "autotune.h"
 
 namespace tf_stitch {
 namespace {
@@ -212,6 +212,7 @@ std::string CudaDevice::WaitFor(cuda::Stream stream, size_t lane, const CudaRequ
 
 std::unique_ptr<Device::Ticket> CudaDevice::Issue(size_t index, std::vector<Member>* members) {
   cuda::ScopedContext scope(driver_, context_);
+  cuda::NoTuning no_tuning(true);  // others wait for this lane
   cuda::LaneStreams& lane = *lanes_[index];
   auto under_way = std::make_unique<UnderWay>(this);
   std::string error;
