@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,18 @@ PRIORITIES = ("latency", "best_effort")
 WARMUP_RUNS = 3  # of each request: a CUDA graph is recorded on the second run of a shape
 Inputs = Mapping[str, Any]
 Answer = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a version of a tenant's model is made of; the fields are arguments of StitchSession.add."""
+
+    model: Any
+    signature: str | None
+    stitch: bool
+    verify: bool
+    input_signature: Sequence[tf.TensorSpec] | None
+    warmup: bool | Sequence[Inputs]
 
 
 class StitchSession:
@@ -133,7 +145,7 @@ class StitchSession:
                 key = scheduler.add_tenant(name) if self.coalesce else name
                 if self.coalesce:
                     undo.callback(scheduler.remove_tenant, key)
-                loaded = self._warmed(key, model, signature, device, stitch, verify, input_signature, warmup)
+                loaded = self._warmed(key, _Source(model, signature, stitch, verify, input_signature, warmup), device)
                 undo.callback(loaded.close)
                 if self.coalesce:
                     scheduler.set_tenant(key, entitled)
@@ -156,8 +168,8 @@ class StitchSession:
         """
         tenant = self._tenant(name)
         with tenant.changing:
-            loaded = self._warmed(tenant.key, model, signature or tenant.model.default, tenant.model.device, stitch,
-                                  verify, input_signature, warmup)
+            source = _Source(model, signature or tenant.model.default, stitch, verify, input_signature, warmup)
+            loaded = self._warmed(tenant.key, source, tenant.model.device)
             if not self._dispatcher.swap(tenant, loaded):
                 loaded.close()
                 raise OptionError(f"Tenant '{name}' was removed meanwhile.")
@@ -204,8 +216,9 @@ class StitchSession:
         """
         tenant = self._tenants.get(name) or self._tenant(name)
         request = self._dispatcher.submit(tenant, signature, inputs, None if timeout_ms is None else timeout_ms / 1e3)
-        if self._recorder is not None:
-            self._recorder.note(name, request)
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.note(name, request)
         return request.future
 
     def run(self, name: Any, inputs: Any = None, *, signature: str | None = None, timeout_ms: float | None = None,
@@ -309,31 +322,31 @@ class StitchSession:
 
     # --- loading ------------------------------------------------------------------------------------
 
-    def _warmed(self, key: str, model: Any, signature: str | None, device: str, stitch: bool, verify: bool,
-                input_signature: Sequence[tf.TensorSpec] | None, warmup: bool | Sequence[Inputs]) -> ServedModel:
-        loaded = self._load(key, model, signature, device, stitch, verify, input_signature)
+    def _warmed(self, key: str, source: _Source, device: str) -> ServedModel:
+        loaded = self._load(key, source, device)
         try:
-            _warm(loaded, warmup)
+            _warm(loaded, source.warmup)
         except BaseException:
             loaded.close()
             raise
         return loaded
 
-    def _load(self, key: str, model: Any, signature: str | None, device: str, stitch: bool, verify: bool,
-              input_signature: Sequence[tf.TensorSpec] | None) -> ServedModel:
+    def _load(self, key: str, source: _Source, device: str) -> ServedModel:
         own = Path(tempfile.mkdtemp(dir=self._folder))
+        model = source.model
         try:
             if callable(model):
                 folder = own / "function"
-                save_function(model, folder, input_signature)
+                save_function(model, folder, source.input_signature)
             elif isinstance(model, (str, os.PathLike)):
                 folder = Path(model)
             else:
                 raise OptionError("A tenant's model is a SavedModel folder or a function, not a "
                                   f"{type(model).__name__}.")
-            if stitch and not is_stitched(folder):
-                folder = stitched_copy(folder, self._options, self._target, verify, own if callable(model) else None)
-            return ServedModel(folder, key, device=device, signature=signature, config=self._config,
+            if source.stitch and not is_stitched(folder):
+                parent = own if callable(model) else None
+                folder = stitched_copy(folder, self._options, self._target, source.verify, parent)
+            return ServedModel(folder, key, device=device, signature=source.signature, config=self._config,
                                inline=not self.coalesce)
         finally:
             shutil.rmtree(own, ignore_errors=True)
