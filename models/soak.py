@@ -368,7 +368,7 @@ def _right_toy(factors: Sequence[float], faulty: bool) -> Callable[[int, Inputs,
 
 
 def real(models: Sequence[Model], policy: str) -> list[Subject]:
-    """Models of models.serving: those of a kind are its versions.  ``policy``: whose copies are served."""
+    """Models of models.serving_tenants: those of a kind are its versions.  ``policy``: whose copies are served."""
     kinds = dict.fromkeys(m.client.name.rpartition("_")[0] for m in models)
     found = []
     for kind in kinds:
@@ -405,10 +405,10 @@ def held(subjects: Sequence[Subject], seconds: float, *, clients: int = 8, seed:
 
 
 def _real(args: argparse.Namespace, folder: Path) -> list[Subject]:
-    from . import serving
+    from .serving_tenants import tenants
 
     policy = "superkernel" if args.coalesce else "stitched"
-    return real(serving.tenants(args.kinds.split(","), args.each, folder, (policy,)), policy)
+    return real(tenants(args.kinds.split(","), args.each, folder, (policy,)), policy)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

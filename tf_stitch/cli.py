@@ -117,7 +117,7 @@ def _serve_bench(args: argparse.Namespace) -> int:
         print(serve_bench.to_json(rows, machine=facts))
     elif not args.quiet:
         Console(width=None if sys.stdout.isatty() else 200).print(serve_bench.table(rows))
-    return int(any(r.outcome is not None and (r.outcome.wrong or r.outcome.failed) for r in rows))
+    return int(any(r.bad for r in rows))
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -223,7 +223,7 @@ def test_benchmark_at_given_rates(models):
     for row in found:
         o = row.outcome
         assert o.answered == o.requests > 0 and o.wrong == o.failed == o.rejected == o.unanswered == 0
-        assert o.worst_error < 1e-5 and 0 < o.p50_ms <= o.p95_ms <= o.p99_ms
+        assert row.bad == 0 and o.worst_error < 1e-5 and 0 < o.p50_ms <= o.p95_ms <= o.p99_ms
         assert set(o.by_client) == {"m1", "m2"}
         assert json.loads(json.dumps(row.as_json()))["throughput_rps"] > 50
 
@@ -256,7 +256,8 @@ def test_benchmark_notices_wrong_answers(models):
                                                                            for s in m.client.samples]))
              for m in models]
     plan = serve_bench.Plan(policies=("stitched",), seconds=0.1, rates=(100.0,))
-    assert serve_bench.run(wrong, plan, Devices())[0].outcome.wrong > 0
+    row = serve_bench.run(wrong, plan, Devices())[0]
+    assert row.bad == row.outcome.wrong > 0
 
 
 def test_command(models, tmp_path, capsys):

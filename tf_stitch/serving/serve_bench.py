@@ -36,6 +36,7 @@ class Row:
       highest: the rate is the highest at which the policy met the SLO (else: a given one).
       coalescing_factor: steps of requests per launch of the scheduler over this load (None without it).
       tried: (rate, share within the SLO) of every load of the search.
+      bad: answers that were wrong and requests that failed, in all loads of the search.
     """
 
     policy: str
@@ -45,6 +46,7 @@ class Row:
     highest: bool = False
     coalescing_factor: float | None = None
     tried: Sequence[tuple[float, float]] = ()
+    bad: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """One flat object; null for what is infinite (no answer)."""
@@ -196,8 +198,10 @@ class _Bench:
 
     def row(self, outcome: Outcome | None, found: Found | None = None) -> Row:
         tried = [(r, o.slo_attainment) for r, o in found.tried] if found else []
+        loads = [o for _, o in found.tried] if found else [o for o in (outcome,) if o]
         return Row(self.policy, len(self.clients), outcome, "" if outcome else "no rate met the SLO",
-                   coalescing_factor=self._factor if outcome else None, tried=tried)
+                   coalescing_factor=self._factor if outcome else None, tried=tried,
+                   bad=sum(o.wrong + o.failed for o in loads))
 
 
 def _line(o: Outcome) -> str:
