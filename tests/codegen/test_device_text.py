@@ -8,11 +8,13 @@ import pytest
 
 from tests.codegen import test_random_kernels as random_kernels
 from tests.codegen.support import compile_kernels, kernel_of
+from tests.codegen.test_kernels import softmax, sums
 from tests.codegen.test_rows import ROWS, agree
 from tests.ir_graphs import random_inputs
+from tf_stitch import compiler
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.graph import Graph
-from tf_stitch.schedule import HOST, attempt, rows
+from tf_stitch.schedule import CUDA, HOST, attempt, rows
 
 
 def transposed(shape, perm, dtype="float32", more: bool = False) -> Graph:
@@ -93,3 +95,16 @@ def test_lengths_that_no_access_divides():
         kernel = kernel_of(graph, ROWS)
         agree(graph, random_inputs(graph, 1), kernel, compile_kernels([kernel]), 1e-6)
         assert np.isfinite(random_inputs(graph, 1)[0]).all()
+
+
+def test_few_blocks_that_would_read_much_are_two_kernels():
+    assert len(compiler.build_program(sums((4096, 1024), (0,)), CUDA).steps) == 2
+    assert len(compiler.build_program(sums((256, 64), (0,)), CUDA).steps) == 1
+
+
+def test_what_divides_a_row_is_prepared_once():
+    (kernel,) = compiler.make_kernels(softmax(4096, 1024), CUDA)
+    assert kernel.text.count("ts_divisor(") == 1 and "ts_divide(" in kernel.text
+    assert "ts_exp_down(" in kernel.text  # x - max(x)
+    (kernel,) = compiler.make_kernels(softmax(4096, 1024), HOST)
+    assert "ts_divi" not in kernel.text and "ts_exp(" in kernel.text
