@@ -48,6 +48,7 @@ cuda::Stream StreamOf(stream_executor::Stream* stream) {
 class StitchedProgramGpuOp : public AsyncOpKernel {
  public:
   explicit StitchedProgramGpuOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx), node_(ctx, /*on_gpu=*/true) {
+    if (!ctx->GetAttr("_autotune", &autotune_).ok()) autotune_ = true;
     node_.Prepare(ctx, [this, ctx] { return Load(ctx); });
   }
 
@@ -155,7 +156,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     std::call_once(plan->extra_once, [&] {
       cuda::ScopedContext scope(code_->driver(), code_->context());
       cuda::NoTuning no_tuning(IsCaptured(StreamOf(ctx->op_device_context()->stream())) ||
-                               tensorflow::OpDeterminismRequired());
+                               tensorflow::OpDeterminismRequired() || !autotune_);
       plan->extra = std::make_unique<CudaPlan>(node_.program(), *plan, code_, tf32);
     });
     auto* ready = static_cast<CudaPlan*>(plan->extra.get());
@@ -288,6 +289,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
 
   StitchedNode node_;
   std::shared_ptr<CudaCode> code_;
+  bool autotune_ = true;             // the node's attr `_autotune`, which the rewriter sets where it is off
   std::vector<uint32_t> copied_;     // inputs in host memory that are used on the device too
   bool has_float_products_ = false;  // then TF32 makes other products, and other plans
   PlanCache plans_[2];               // without and with TF32

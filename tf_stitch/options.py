@@ -22,6 +22,8 @@ class Options:
       superkernels: GPU code is made so that kernels and products of concurrent requests can share launches: each kernel
         also in a form for many requests (which doubles compile time), products without an epilogue.  For models that
         are served with coalescing on (StitchSession); a request alone takes a little longer.
+      autotune: on a GPU, time several algorithms of cuBLASLt and cuDNN for each class of shapes when it comes for the
+        first time, and take the fastest; else the one that the library recommends.
     """
 
     target: str = "auto"
@@ -31,6 +33,7 @@ class Options:
     skip_ops: tuple[str, ...] = ()
     shared_bytes: int = 0
     superkernels: bool = False
+    autotune: bool = True
 
     def __post_init__(self) -> None:
         for name in ("levels", "keep", "skip_ops"):

@@ -141,3 +141,34 @@ def test_gathers_from_variables_that_are_only_read_join(monkeypatch):
             assert any(n.op == "ResourceGather" for n in graph.left) == kept
     finally:
         tf_stitch.disable()
+
+
+def test_a_network_of_convolutions_is_one_program():
+    def model():
+        x = v1.placeholder(tf.float32, [2, 20, 20, 3], name="x")
+        for i, (size, channels) in enumerate([(3, 32), (3, 64), (1, 64)]):
+            w = v1.placeholder(tf.float32, [size, size, x.shape[-1], channels], name=f"w{i}")
+            scale, shift, mean, variance = (v1.placeholder(tf.float32, [channels], name=f"v{i}{j}") for j in range(4))
+            y = tf.nn.conv2d(x, w, 2 if i == 1 else 1, "SAME")
+            y = v1.nn.fused_batch_norm(y, scale, shift, mean, variance, is_training=False)[0]
+            x = tf.nn.max_pool2d(tf.nn.relu(y), 2, 1, "VALID")
+        d = v1.placeholder(tf.float32, [3, 3, 64, 1], name="d")
+        tf.identity(tf.nn.avg_pool2d(tf.nn.depthwise_conv2d(x, d, [1, 1, 1, 1], "SAME"), 2, 2, "SAME"), name="y")
+
+    graph, out, report = for_gpu(model)
+    (node,) = stitched(out)
+    assert [s.call for s in program_of(node).steps if isinstance(s, LibraryStep)][:2] == ["conv", "conv"]
+    assert not [n for g in report.graphs for n in g.left]
+    rng = np.random.default_rng(0)
+    feeds = {f"{n.name}:0": rng.uniform(0.1, 1.0, [d.size for d in n.attr["shape"].shape.dim]).astype(np.float32)
+             for n in graph.node if n.op == "Placeholder"}
+    np.testing.assert_allclose(run(out, ["y:0"], feeds)[0], run(graph, ["y:0"], feeds)[0], rtol=1e-4)
+
+
+def test_measurements_can_be_turned_off():
+    def model():
+        tf.tanh(v1.placeholder(tf.float32, [8], name="x") + 1.0, name="y")
+
+    for options, want in ((GPU, False), (Options(target="cuda:sm_90", autotune=False), True)):
+        (node,) = stitched(for_gpu(model, options)[1])
+        assert ("_autotune" in node.attr) == want

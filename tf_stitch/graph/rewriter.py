@@ -514,6 +514,8 @@ def _stitched_node(name: str, job: _Job, fallback: function_pb2.FunctionDef, edi
     node.attr["Tout"].list.type.extend(_types(view, c.outputs))
     if options.on_gpu and (host := _host_values(job.program)):
         node.attr["_input_hostmem"].list.i.extend(host)
+    if options.on_gpu and not options.autotune:
+        node.attr["_autotune"].b = False
     node.attr["program"].s = serialize.dumps(replace(job.program, code=job.code or {}))
     node.attr["fallback"].func.name = fallback.signature.name
     node.attr["output_shapes"].list.shape.extend(tf.TensorShape(view.proven_shape(r)).as_proto() for r in c.outputs)
