@@ -296,13 +296,19 @@ class Loops:
                 stack.extend((x, index) for x in reversed(n.inputs))
         while stack and len(found) < LOADS:
             n, at = seen(self.e, *stack.pop())
-            if self.e.in_memory(n):
-                if n not in self.e.kernel.schedule.members:
+            if self.e.in_memory(n) or n.op == "gather":
+                if self._is_given(n):
                     found[(n, at)] = None
             elif OPS[n.op].elementwise:
                 stack.extend((x, at) for x in reversed(n.inputs))
         for n, at in found:
             evaluate(self.e, n, at)
+
+    def _is_given(self, node: Node) -> bool:
+        """True for what is computed of the kernel's inputs alone where it is read."""
+        if self.e.in_memory(node):
+            return node not in self.e.kernel.schedule.members
+        return all(map(self._is_given, node.inputs))
 
     def _folds(self, item: Item) -> bool:
         return item.node.op in HEAVY and item.body is item.node and not item.copy
