@@ -13,7 +13,7 @@ namespace tf_stitch {
 struct CoalescingOptions {
   Coalescer::Options coalescer;
   int workers = 0;  // superkernels at a time on the CPU; 0: one per core, at most 4
-  int lanes = 3;    // streams on a GPU
+  int lanes = 4;    // streams on a GPU
 };
 
 // The coalescer of a device, made by `make` on first use; null while coalescing is off.  `key` tells devices apart

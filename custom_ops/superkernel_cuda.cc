@@ -46,19 +46,21 @@ std::shared_ptr<EventTag> EventPool::Record(Stream stream) {
 std::unique_ptr<LaneStreams> LaneStreams::Make(const Driver& driver, int priority, std::shared_ptr<EventPool> events,
                                                std::string* error) {
   std::unique_ptr<LaneStreams> lane(new LaneStreams(driver, std::move(events)));
-  for (size_t i = 0; i < kSides && error->empty(); ++i) *error = lane->AddStream(priority);
-  return error->empty() ? std::move(lane) : nullptr;
+  lane->workspaces_.resize(kSides, nullptr);
+  for (size_t i = 0; i < kSides; ++i) {
+    Stream stream = nullptr;
+    Result result = driver.StreamCreateWithPriority(&stream, kStreamNonBlocking, priority);
+    if (result) return *error = Failed(driver, result, "making a stream"), nullptr;
+    lane->streams_.push_back(stream);
+  }
+  return lane;
 }
 
-std::string LaneStreams::AddStream(int priority) {
-  Stream stream = nullptr;
-  void* workspace = nullptr;
-  Result result = driver_.StreamCreateWithPriority(&stream, kStreamNonBlocking, priority);
-  if (result) return Failed(driver_, result, "making a stream");
-  streams_.push_back(stream);
-  result = driver_.MemAlloc(&workspace, kWorkspaceBytes);
-  if (result) return Failed(driver_, result, "allocating a workspace");
-  workspaces_.push_back(workspace);
+std::string LaneStreams::AddWorkspaces(size_t count) {
+  for (size_t i = 0; i < std::min(count, kSides); ++i) {
+    Result result = workspaces_[i] ? kSuccess : driver_.MemAlloc(&workspaces_[i], kWorkspaceBytes);
+    if (result) return Failed(driver_, result, "allocating a workspace");
+  }
   return "";
 }
 
@@ -67,7 +69,9 @@ LaneStreams::~LaneStreams() {
     driver_.StreamSynchronize(s);
     driver_.StreamDestroy(s);
   }
-  for (void* w : workspaces_) driver_.MemFree(w);
+  for (void* w : workspaces_) {
+    if (w) driver_.MemFree(w);
+  }
 }
 
 std::string LaneStreams::SideBySide(const std::vector<Work>& work) {
@@ -170,6 +174,8 @@ std::string LaunchList::AddProducts(const std::vector<Product>& products, const 
     call.out = AppendTable(out.data(), bytes);
     calls->push_back(std::move(call));
   }
+  std::string error = streams_.AddWorkspaces(calls->size());
+  if (!error.empty()) return error;
   launches_.push_back([this, calls, what](char* table) {
     std::vector<LaneStreams::Work> work;
     for (const Call& c : *calls) {

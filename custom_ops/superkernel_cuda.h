@@ -30,10 +30,10 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   std::vector<Event> free_;
 };
 
-// A stream with others beside it, and a workspace for each: one lane of a device.
+// A stream with others beside it: one lane of a device.
 class LaneStreams {
  public:
-  // Work that may run beside others: on this stream, with a workspace of kWorkspaceBytes.
+  // Work that may run beside others: on this stream, with a workspace of kWorkspaceBytes where AddWorkspaces made one.
   using Work = std::function<std::string(Stream stream, void* workspace)>;
   static constexpr size_t kWorkspaceBytes = size_t{32} << 20;
   static constexpr size_t kSides = 4;
@@ -44,14 +44,15 @@ class LaneStreams {
   ~LaneStreams();
 
   Stream main() const { return streams_[0]; }
-  void* workspace() const { return workspaces_[0]; }
+
+  // Sees to it that each of `count` pieces of work side by side has a workspace.  "" or the error.
+  std::string AddWorkspaces(size_t count);
 
   // Enqueues pieces of work side by side: after what main() has, before what it gets.  "" or the first error.
   std::string SideBySide(const std::vector<Work>& work);
 
  private:
   LaneStreams(const Driver& driver, std::shared_ptr<EventPool> events) : driver_(driver), events_(std::move(events)) {}
-  std::string AddStream(int priority);
 
   const Driver& driver_;
   const std::shared_ptr<EventPool> events_;
