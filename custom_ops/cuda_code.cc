@@ -128,20 +128,25 @@ std::shared_ptr<CudaCode> CudaCode::Load(const Program& program, cuda::Context c
   std::shared_ptr<Module> module = OpenShared(*driver, context, code->bytes, error);
   if (!module) return nullptr;
   out->module_ = module;
+  auto find = [&](const std::string& name, Kernel* kernel) {
+    cuda::Result result = driver->ModuleGetFunction(&kernel->function, module->handle, name.c_str());
+    if (result) *error = Failed(*driver, result, "looking for kernel '" + name + "' in its code for " + code->target);
+    if (!result) kernel->max_shared_bytes = AllowSharedMemory(*driver, kernel->function);
+    return !result;
+  };
   for (size_t i = 0; i < program.steps.size(); ++i) {
     const Step& step = program.steps[i];
     if (step.kind != Step::Kind::kKernel) continue;
     Kernel& kernel = out->kernels_[i];
-    cuda::Result result = driver->ModuleGetFunction(&kernel.function, module->handle, step.kernel.c_str());
-    if (result) {
-      *error = Failed(*driver, result, "looking for kernel '" + step.kernel + "' in its code for " + code->target);
-      return nullptr;
-    }
-    kernel.max_shared_bytes = AllowSharedMemory(*driver, kernel.function);
+    if (!find(step.kernel, &kernel)) return nullptr;
     std::string many = step.kernel + "_many";
     if (driver->ModuleGetFunction(&kernel.many, module->handle, many.c_str())) kernel.many = nullptr;
     if (kernel.many)
       kernel.max_shared_bytes = std::min(kernel.max_shared_bytes, AllowSharedMemory(*driver, kernel.many));
+  }
+  out->grids_.resize(program.grids.size());
+  for (size_t i = 0; i < program.grids.size(); ++i) {
+    if (!find(program.grids[i].kernel, &out->grids_[i])) return nullptr;
   }
   return out;
 }

@@ -47,6 +47,8 @@ Loaded Load() {
   find("cuMemFree_v2", &d.MemFree);
   find("cuMemAllocHost_v2", &d.MemAllocHost);
   find("cuMemFreeHost", &d.MemFreeHost);
+  find("cuLaunchCooperativeKernel", &d.LaunchCooperativeKernel);
+  find("cuOccupancyMaxActiveBlocksPerMultiprocessor", &d.OccupancyMaxActiveBlocksPerMultiprocessor);
   find("cuMemcpyHtoDAsync_v2", &d.MemcpyHtoDAsync);
   find("cuMemcpyDtoHAsync_v2", &d.MemcpyDtoHAsync);
   find("cuMemcpyDtoDAsync_v2", &d.MemcpyDtoDAsync);
@@ -70,6 +72,7 @@ Loaded Load() {
   find("cuGraphCreate", &d.GraphCreate);
   find("cuGraphDestroy", &d.GraphDestroy);
   find("cuGraphAddKernelNode_v2", &d.GraphAddKernelNode);
+  find("cuGraphKernelNodeSetAttribute", &d.GraphKernelNodeSetAttribute);
   find("cuGraphAddChildGraphNode", &d.GraphAddChildGraphNode);
   find("cuGraphInstantiateWithFlags", &d.GraphInstantiate);
   find("cuGraphExecKernelNodeSetParams_v2", &d.GraphExecKernelNodeSetParams);

@@ -24,12 +24,15 @@ using Event = struct EventTag*;
 constexpr Result kSuccess = 0;
 constexpr int kStaticSharedBytes = 1;        // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 constexpr int kMaxDynamicSharedBytes = 8;    // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kMultiprocessors = 16;         // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 constexpr int kComputeCapabilityMajor = 75;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 constexpr int kComputeCapabilityMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+constexpr int kCooperativeLaunch = 95;       // CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH
 constexpr int kMaxSharedBytesPerBlock = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 constexpr int kStreamNonBlocking = 1;        // CU_STREAM_NON_BLOCKING
 constexpr int kNotReady = 600;               // CUDA_ERROR_NOT_READY
 constexpr int kEventBlockingSync = 1;        // CU_EVENT_BLOCKING_SYNC
+constexpr int kNodeIsCooperative = 2;        // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 constexpr int kCaptureThreadLocal = 1;       // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 constexpr int kCaptureRelaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr int kCaptureStatusNone = 0;        // CU_STREAM_CAPTURE_STATUS_NONE
@@ -44,6 +47,12 @@ struct KernelNodeParams {
   void** extra;
   void* kern;
   Context ctx;
+};
+
+// CUlaunchAttributeValue.
+union LaunchAttributeValue {
+  char room[64];
+  int cooperative;
 };
 
 // Entry points of libcuda.so.1, by the names of the driver API without "cu".
@@ -70,6 +79,9 @@ struct Driver {
   Result (*MemFree)(void*);
   Result (*MemAllocHost)(void**, size_t);  // page-locked
   Result (*MemFreeHost)(void*);
+  Result (*LaunchCooperativeKernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                    Stream, void**);
+  Result (*OccupancyMaxActiveBlocksPerMultiprocessor)(int*, Function, int, size_t);
   Result (*MemcpyHtoDAsync)(void*, const void*, size_t, Stream);
   Result (*MemcpyDtoHAsync)(void*, const void*, size_t, Stream);
   Result (*MemcpyDtoDAsync)(void*, const void*, size_t, Stream);
@@ -93,6 +105,7 @@ struct Driver {
   Result (*GraphCreate)(Graph*, unsigned);
   Result (*GraphDestroy)(Graph);
   Result (*GraphAddKernelNode)(GraphNode*, Graph, const GraphNode*, size_t, const KernelNodeParams*);
+  Result (*GraphKernelNodeSetAttribute)(GraphNode, int, const LaunchAttributeValue*);
   Result (*GraphAddChildGraphNode)(GraphNode*, Graph, const GraphNode*, size_t, Graph);
   Result (*GraphInstantiate)(GraphExec*, Graph, unsigned long long);
   Result (*GraphExecKernelNodeSetParams)(GraphExec, GraphNode, const KernelNodeParams*);

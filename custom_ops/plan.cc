@@ -265,7 +265,8 @@ class Planner {
       const Buffer& b = p_.buffers[id];
       int64_t at = 0;
       for (const Placed& other : placed) {
-        bool together = other.buffer->first_step <= b.last_step && b.first_step <= other.buffer->last_step;
+        bool together = p_.times[other.buffer->first_step] <= p_.times[b.last_step] &&
+                        p_.times[b.first_step] <= p_.times[other.buffer->last_step];
         if (!together || other.end <= at) continue;
         if (other.begin >= at + bytes) break;
         at = other.end;

@@ -4,17 +4,18 @@
 #include <array>
 #include <cstdint>
 #include <iterator>
+#include <set>
 #include <utility>
 
 namespace tf_stitch {
 namespace {
 
 constexpr char kMagic[4] = {'T', 'F', 'S', 'P'};
-constexpr uint8_t kVersion = 1;
+constexpr uint8_t kVersion = 2;
 constexpr size_t kHeader = 9;                   // magic, version, crc32
 constexpr size_t kLargestConvNumber = 1 << 20;  // a stride, padding, dilation or number of groups is below this
 
-enum Section : uint8_t { kNames = 1, kSymbols, kExprs, kBuffers, kSteps, kGuards, kCode, kText };
+enum Section : uint8_t { kNames = 1, kSymbols, kExprs, kBuffers, kSteps, kGuards, kCode, kText, kGrids };
 
 // Reads bytes in order.  After the first failure every read gives 0 and `error` keeps the first reason.
 class Reader {
@@ -95,9 +96,10 @@ class Parser {
     static constexpr std::pair<const char*, Method> kSections[] = {
         {"names", &Parser::Names},     {"symbols", &Parser::Symbols}, {"expressions", &Parser::Exprs},
         {"buffers", &Parser::Buffers}, {"steps", &Parser::Steps},     {"guards", &Parser::Guards},
-        {"code", &Parser::CodeBlobs},  {"text", &Parser::Text}};
+        {"code", &Parser::CodeBlobs},  {"text", &Parser::Text},
+        {"grids", &Parser::Grids}};
     Reader all(payload);
-    for (uint8_t tag = kNames; tag <= kText; ++tag) {
+    for (uint8_t tag = kNames; tag <= kGrids; ++tag) {
       const auto& [name, read] = kSections[tag - kNames];
       if (all.Byte() != tag) all.Fail("its sections are out of order");
       Reader section(all.Bytes());
@@ -293,8 +295,26 @@ class Parser {
 
   void Text(Reader& r) { p_.text = std::string(r.Bytes()); }
 
+  void Grids(Reader& r) {
+    p_.grids.resize(r.Count());
+    for (Grid& g : p_.grids) {
+      g.kernel = Name(r);
+      g.bodies.resize(r.Count());
+      for (std::string& body : g.bodies) body = Name(r);
+      g.bases.resize(r.Count());
+      for (uint32_t& b : g.bases) b = r.Index(p_.buffers.size(), "buffer");
+      g.first = g.end = r.Index(p_.steps.size(), "step");
+      g.phases.resize(r.Count());
+      for (uint32_t& count : g.phases) {
+        count = 1 + r.Index(p_.steps.size() - g.end, "step of a phase");
+        if (r.ok()) g.end += count;
+      }
+      if (r.ok() && g.phases.empty()) r.Fail("a grid has no phases");
+    }
+  }
+
   // Checks what spans sections, and finds each buffer's backing memory and life.
-  bool Link() { return LinkBuffers() && LinkSymbols() && LinkAliases() && LinkLives(); }
+  bool Link() { return LinkBuffers() && LinkSymbols() && LinkAliases() && LinkLives() && LinkGrids(); }
 
   bool LinkBuffers() {
     std::vector<uint32_t>* lists[] = {&p_.inputs, &p_.outputs, &p_.temps};
@@ -380,6 +400,50 @@ class Parser {
     }
     for (uint32_t id : p_.outputs) {
       if (!touched[id]) return Error("output " + std::to_string(p_.buffers[id].index) + " is never written");
+    }
+    return true;
+  }
+
+  // Steps run one after the other, but for those of a phase.
+  bool LinkGrids() {
+    p_.times.assign(p_.steps.size(), 0);
+    uint32_t time = 0, step = 0;
+    for (const Grid& g : p_.grids) {
+      if (g.first < step) return Error("its grids overlap or are out of order");
+      GridNames names;
+      names.bodies.insert(g.bodies.begin(), g.bodies.end());
+      for (uint32_t b : g.bases) names.holders.emplace(p_.buffers[b].backing, p_.buffers[b].backing_index);
+      while (step < g.first) p_.times[step++] = time++;
+      for (uint32_t count : g.phases) {
+        for (uint32_t last = step + count; step < last; ++step) {
+          p_.times[step] = time;
+          if (!CheckStepOfGrid(names, p_.steps[step], last - count, last)) return false;
+        }
+        ++time;
+      }
+    }
+    while (step < p_.steps.size()) p_.times[step++] = time++;
+    return true;
+  }
+
+  struct GridNames {
+    std::set<std::string_view> bodies;
+    std::set<std::pair<Backing, uint32_t>> holders;
+  };
+
+  // `first` and `last` bound its phase.
+  bool CheckStepOfGrid(const GridNames& g, const Step& s, uint32_t first, uint32_t last) {
+    if (s.kind != Step::Kind::kKernel || !g.bodies.count(s.kernel)) {
+      return Error("a grid has a step whose kernel it does not hold");
+    }
+    for (uint32_t id : s.buffers) {
+      const Buffer& b = p_.buffers[id];
+      if (b.backing != Backing::kArena && !g.holders.count({b.backing, b.backing_index})) {
+        return Error("a grid lacks the base of a buffer");
+      }
+      bool written = b.kind != BufferKind::kInput && b.first_step >= static_cast<int32_t>(first) &&
+                     b.first_step < static_cast<int32_t>(last);
+      if (written && &p_.steps[b.first_step] != &s) return Error("steps of a phase depend on each other");
     }
     return true;
   }

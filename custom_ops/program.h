@@ -98,6 +98,16 @@ struct Step {
   uint32_t source = 0, output = 0;
 };
 
+// Kernel steps that one launch runs in phases, with a device-wide barrier between phases: steps [first, end), of which
+// the first phases[0] are phase 0, and so on.  Steps of a phase do not depend on each other.
+struct Grid {
+  std::string kernel;
+  std::vector<std::string> bodies;  // the kernels that it holds, by number
+  std::vector<uint32_t> bases;      // inputs and outputs in whose memory the steps' buffers lie, unless in the arena
+  uint32_t first, end;
+  std::vector<uint32_t> phases;
+};
+
 enum class GuardKind : uint8_t { kEq = 0, kLe = 1, kDivides = 2 };
 
 struct Guard {
@@ -118,6 +128,8 @@ struct Program {
   std::vector<Buffer> buffers;
   std::vector<uint32_t> inputs, outputs, temps;  // buffer of each, by index
   std::vector<Step> steps;
+  std::vector<Grid> grids;      // by first step
+  std::vector<uint32_t> times;  // of each step: when it runs; steps of a phase run at the same time
   std::vector<Guard> guards;
   std::vector<Code> code;
   std::string text;

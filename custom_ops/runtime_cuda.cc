@@ -5,6 +5,7 @@
 #include <climits>
 #include <utility>
 
+#include "autotune.h"
 #include "counters.h"
 #include "cublas_lt.h"
 
@@ -12,9 +13,9 @@ namespace tf_stitch {
 namespace {
 
 constexpr size_t kMinLaunches = 3;  // fewer are launched as fast one by one
-constexpr size_t kInstancesPerPlan = 8;
 constexpr size_t kSeen = 16;                 // sets of addresses remembered for when they come again
 constexpr int kMissesBeforeUpdates = 4;      // addresses that never come again get graphs too
+constexpr size_t kLongestLabel = 400;        // of a launch in the profiler, about
 constexpr int64_t kMaxGraphNodes = 1 << 16;  // of all graphs in the process: a node takes about a kilobyte
 
 std::atomic<int64_t> g_graph_nodes{0};
@@ -34,14 +35,23 @@ size_t HashOf(const std::vector<void*>& addresses) {
 
 }  // namespace
 
-CudaPlan::CudaPlan(const Program& program, const Plan& plan, std::shared_ptr<CudaCode> code, bool tf32)
+CudaPlan::CudaPlan(const Program& program, const Plan& plan, std::shared_ptr<CudaCode> code, bool tf32, bool grids)
     : program_(program), plan_(plan), code_(std::move(code)), tf32_(tf32) {
+  size_t grid = 0;
   for (size_t i = 0; i < program.steps.size() && error_.empty(); ++i) {
+    if (grid < program.grids.size() && program.grids[grid].first == i) {
+      size_t g = grid++;
+      if (grids && AddGrid(g)) {
+        i = program.grids[g].end - 1;
+        continue;
+      }
+    }
     if (program.steps[i].kind == Step::Kind::kAlias || !plan.steps[i].blocks) continue;
     error_ = program.steps[i].kind == Step::Kind::kLibrary ? AddLibraryStep(i, tf32) : AddKernel(i);
     if (!error_.empty()) error_ += " (" + Where(launches_.back()) + ")";
   }
-  graphs_ = graphs_ && launches_.size() >= kMinLaunches;
+  PlaceCounters();
+  graphs_ = graphs_ && (launches_.size() >= kMinLaunches || counter_bytes_);
 }
 
 CudaPlan::~CudaPlan() {
@@ -59,7 +69,8 @@ CudaPlan::~CudaPlan() {
 std::string CudaPlan::AddKernel(size_t step) {
   const Step& s = program_.steps[step];
   const StepPlan& p = plan_.steps[step];
-  launches_.push_back({step, code_->kernel(step), nullptr, words_.size()});
+  launches_.push_back({step, step + 1, code_->kernel(step), nullptr, words_.size(), nullptr,
+                       static_cast<unsigned>(p.blocks), s.threads, static_cast<unsigned>(p.shared_bytes)});
   // The struct name_problem of ts_cuda.h: addresses, dims, blocks.
   words_.resize(words_.size() + s.buffers.size());
   for (int64_t d : p.dims) words_.push_back(static_cast<uint64_t>(d));
@@ -74,7 +85,7 @@ std::string CudaPlan::AddKernel(size_t step) {
 
 std::string CudaPlan::AddLibraryStep(size_t step, bool tf32) {
   const Step& s = program_.steps[step];
-  launches_.push_back({step, nullptr, nullptr, words_.size()});
+  launches_.push_back({step, step + 1, nullptr, nullptr, words_.size(), nullptr, 0, 0, 0});
   std::string error;
   int dtype = program_.buffers[s.buffers[0]].dtype;
   launches_.back().library = MakeLibraryWork(s, dtype, plan_.steps[step].dims, code_->driver(), tf32, &error);
@@ -84,16 +95,64 @@ std::string CudaPlan::AddLibraryStep(size_t step, bool tf32) {
   return "";
 }
 
+// False where the grid's steps are to be launched one by one.
+bool CudaPlan::AddGrid(size_t grid) {
+  const Grid& g = program_.grids[grid];
+  std::string error;
+  std::unique_ptr<CudaGrid> made =
+      CudaGrid::Make(program_, plan_, g, code_->driver(), code_->context(), code_->grid_kernel(grid),
+                     code_->max_shared_bytes_of_grid(grid), kInstances, &error);
+  if (!error.empty()) cuda::Note("tf_stitch: the steps of '" + g.kernel + "' are launched one by one: " + error + ".");
+  if (!made) return false;
+  Launch launch{g.first,        g.end,          made->kernel(),      nullptr, words_.size(), nullptr,
+                made->blocks(), made->threads(), made->shared_bytes()};
+  words_.resize(words_.size() + made->words());
+  launch.grid = std::move(made);
+  launches_.push_back(std::move(launch));
+  return true;
+}
+
+// The counters of all grids lie behind what the matrix library needs.
+void CudaPlan::PlaceCounters() {
+  counters_at_ = (workspace_bytes_ + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+  for (Launch& l : launches_) {
+    if (!l.grid) continue;
+    l.counters_at = counters_at_ + counter_bytes_;
+    counter_bytes_ += static_cast<int64_t>(l.grid->counter_bytes());
+  }
+  if (counter_bytes_) workspace_bytes_ = counters_at_ + counter_bytes_;
+}
+
 std::string CudaPlan::Where(const Launch& launch) const {
   const Step& s = program_.steps[launch.step];
+  if (launch.grid) {
+    return "kernel '" + launch.grid->grid().kernel + "' of '" + s.origin + "' to '" +
+           program_.steps[launch.end - 1].origin + "'";
+  }
   if (s.kind == Step::Kind::kLibrary) return std::string("the ") + Describe(s.call) + " of '" + s.origin + "'";
   return "kernel '" + s.kernel + "' of '" + s.origin + "'";
 }
 
+// What the profiler shows: the kernel and the nodes that its steps' last results come from.
+std::string CudaPlan::Label(const Launch& launch) const {
+  const Step& s = program_.steps[launch.step];
+  if (!launch.grid) return (s.kind == Step::Kind::kLibrary ? "matmul" : s.kernel) + " " + s.origin;
+  std::string label = launch.grid->grid().kernel + " " + std::to_string(launch.grid->phases()) + " phases:";
+  const std::string* before = nullptr;
+  for (size_t i = launch.step; i < launch.end && label.size() < kLongestLabel; ++i) {
+    const std::string& origin = program_.steps[i].origin;
+    if (!before || origin != *before) label += " " + origin;
+    before = &origin;
+  }
+  return label;
+}
+
 bool CudaPlan::Misaligned(void* const* memory) const {
   for (const Launch& l : launches_) {
-    for (uint32_t id : program_.steps[l.step].buffers) {
-      if (reinterpret_cast<uintptr_t>(memory[id]) % cuda::kMatmulAlignment) return true;
+    for (size_t i = l.step; i < l.end; ++i) {
+      for (uint32_t id : program_.steps[i].buffers) {
+        if (reinterpret_cast<uintptr_t>(memory[id]) % cuda::kMatmulAlignment) return true;
+      }
     }
   }
   return false;
@@ -101,12 +160,18 @@ bool CudaPlan::Misaligned(void* const* memory) const {
 
 // --- launches ----------------------------------------------------------------------------------------
 
-// All parameter blocks with these addresses.
-std::vector<uint64_t> CudaPlan::Words(void* const* memory) const {
+// All parameter blocks with these addresses.  Grids count in the slot's counters, or in the workspace without a slot.
+std::vector<uint64_t> CudaPlan::Words(void* const* memory, void* workspace, size_t slot) const {
   std::vector<uint64_t> words = words_;
   for (const Launch& l : launches_) {
     if (!l.kernel) continue;
     size_t at = l.first_word;
+    if (l.grid) {
+      uint64_t counters = slot == kNoSlot ? reinterpret_cast<uint64_t>(workspace) + static_cast<uint64_t>(l.counters_at)
+                                          : l.grid->counters_of_slot(slot);
+      l.grid->FillWords(memory, counters, words.data() + at);
+      continue;
+    }
     for (uint32_t id : program_.steps[l.step].buffers) words[at++] = reinterpret_cast<uint64_t>(memory[id]);
   }
   return words;
@@ -120,11 +185,13 @@ std::string CudaPlan::EnqueueLibraryStep(const Launch& launch, void* const* memo
 }
 
 std::string CudaPlan::EnqueueKernel(const Launch& launch, uint64_t* words, cuda::Stream stream) const {
-  const StepPlan& p = plan_.steps[launch.step];
+  const cuda::Driver& driver = code_->driver();
+  const Launch& l = launch;
   void* parameters[] = {words};
-  cuda::Result result = code_->driver().LaunchKernel(
-      launch.kernel, static_cast<unsigned>(p.blocks), 1, 1, program_.steps[launch.step].threads, 1, 1,
-      static_cast<unsigned>(p.shared_bytes), stream, parameters, nullptr);
+  cuda::Result result = l.grid ? driver.LaunchCooperativeKernel(l.kernel, l.blocks, 1, 1, l.threads, 1, 1,
+                                                                l.shared_bytes, stream, parameters)
+                               : driver.LaunchKernel(l.kernel, l.blocks, 1, 1, l.threads, 1, 1, l.shared_bytes, stream,
+                                                     parameters, nullptr);
   return result ? cuda::Describe(code_->driver(), result) : "";
 }
 
@@ -139,7 +206,12 @@ void CudaPlan::AppendWords(size_t launch, void* const* memory, std::vector<uint6
 std::string CudaPlan::Enqueue(size_t launch, void* const* memory, void* workspace, cuda::Stream stream) const {
   const Launch& l = launches_[launch];
   std::string error;
-  if (l.kernel) {
+  if (l.grid) {
+    std::vector<uint64_t> words(l.grid->words());
+    l.grid->FillWords(memory, reinterpret_cast<uint64_t>(workspace) + l.counters_at, words.data());
+    error = ClearCounters(l.counters_at, l.grid->counter_bytes(), workspace, stream);
+    if (error.empty()) error = EnqueueKernel(l, words.data(), stream);
+  } else if (l.kernel) {
     std::vector<uint64_t> words;
     AppendWords(launch, memory, &words);
     error = EnqueueKernel(l, words.data(), stream);
@@ -149,21 +221,34 @@ std::string CudaPlan::Enqueue(size_t launch, void* const* memory, void* workspac
   return error.empty() ? error : error + " while launching " + Where(l);
 }
 
+// Counters that a run outside of graphs uses start at zero.
+std::string CudaPlan::ClearCounters(int64_t at, size_t bytes, void* workspace, cuda::Stream stream) const {
+  cuda::Result result = code_->driver().MemsetD8Async(static_cast<char*>(workspace) + at, 0, bytes, stream);
+  return result ? cuda::Describe(code_->driver(), result) : "";
+}
+
 std::string CudaPlan::LaunchAll(void* const* memory, void* workspace, cuda::Stream stream,
-                                const std::function<void(size_t, bool)>* observe) const {
-  std::vector<uint64_t> words = Words(memory);
+                                const Observe* observe) const {
+  std::vector<uint64_t> words = Words(memory, workspace, kNoSlot);
+  if (counter_bytes_) {
+    std::string error = ClearCounters(counters_at_, static_cast<size_t>(counter_bytes_), workspace, stream);
+    if (!error.empty()) return error + " while clearing the counters of '" + program_.name + "'";
+  }
   for (const Launch& l : launches_) {
-    if (observe) (*observe)(l.step, true);
+    if (observe) {
+      const std::string label = Label(l);
+      (*observe)(&label);
+    }
     std::string error = l.kernel ? EnqueueKernel(l, words.data() + l.first_word, stream)
                                  : EnqueueLibraryStep(l, memory, workspace, stream);
-    if (observe) (*observe)(l.step, false);
+    if (observe) (*observe)(nullptr);
     if (!error.empty()) return error + " while launching " + Where(l);
   }
   return "";
 }
 
 std::string CudaPlan::Run(void* const* memory, void* workspace, cuda::Stream stream, bool graphs,
-                          const std::function<void(size_t, bool)>* observe, std::string* note) {
+                          const Observe* observe, std::string* note) {
   const cuda::Driver& driver = code_->driver();
   cuda::ScopedContext scope(driver, code_->context());
   int capturing = cuda::kCaptureStatusNone;
@@ -216,7 +301,7 @@ std::string CudaPlan::Readdress(const std::vector<void*>& memory, bool* usable) 
     if (!error.empty()) return error;
   }
   bool full =
-      instances_.size() >= kInstancesPerPlan || g_graph_nodes + static_cast<int64_t>(nodes_.size()) > kMaxGraphNodes;
+      instances_.size() >= kInstances || g_graph_nodes + static_cast<int64_t>(nodes_.size()) > kMaxGraphNodes;
   if (!full) return NewInstance(memory);
   if (instances_.empty()) {
     *usable = false;
@@ -224,7 +309,7 @@ std::string CudaPlan::Readdress(const std::vector<void*>& memory, bool* usable) 
   }
   instances_.splice(instances_.begin(), instances_, std::prev(instances_.end()));
   ++GlobalCounters().graph_updates;
-  return Update(&instances_.front(), memory);
+  return Update(&instances_.front(), memory, /*fresh=*/false);
 }
 
 bool CudaPlan::Overlap(uint32_t x, uint32_t y) const {
@@ -250,14 +335,22 @@ bool CudaPlan::MustFollow(const Step& later, const Step& earlier) const {
   return false;
 }
 
+bool CudaPlan::MustFollow(const Launch& later, const Launch& earlier) const {
+  for (size_t i = later.step; i < later.end; ++i) {
+    for (size_t j = earlier.step; j < earlier.end; ++j) {
+      if (MustFollow(program_.steps[i], program_.steps[j])) return true;
+    }
+  }
+  return false;
+}
+
 cuda::KernelNodeParams CudaPlan::NodeParams(const Launch& launch, void** parameters) const {
-  const StepPlan& p = plan_.steps[launch.step];
   cuda::KernelNodeParams params{};
   params.func = launch.kernel;
-  params.grid_x = static_cast<unsigned>(p.blocks);
+  params.grid_x = launch.blocks;
   params.grid_y = params.grid_z = params.block_y = params.block_z = 1;
-  params.block_x = program_.steps[launch.step].threads;
-  params.shared_bytes = static_cast<unsigned>(p.shared_bytes);
+  params.block_x = launch.threads;
+  params.shared_bytes = launch.shared_bytes;
   params.kernel_params = parameters;
   return params;
 }
@@ -269,7 +362,7 @@ std::string CudaPlan::MakeGraph(const std::vector<void*>& memory) {
   cuda::Result result = driver.GraphCreate(&graph_, 0);
   if (result) return Failed(driver, result, "making a graph");
   graph_memory_ = memory;
-  std::vector<uint64_t> words = Words(memory.data());
+  std::vector<uint64_t> words = Words(memory.data(), memory.back(), /*slot=*/0);
   std::vector<std::vector<bool>> before(launches_.size());  // all that each launch follows, directly or not
   int64_t last_with_workspace = -1;
   for (size_t i = 0; i < launches_.size(); ++i) {
@@ -280,7 +373,7 @@ std::string CudaPlan::MakeGraph(const std::vector<void*>& memory) {
     for (size_t j = i; j-- > 0;) {
       if (before[i][j]) continue;
       bool shares = has_workspace && static_cast<int64_t>(j) == last_with_workspace;
-      if (!shares && !MustFollow(program_.steps[l.step], program_.steps[launches_[j].step])) continue;
+      if (!shares && !MustFollow(l, launches_[j])) continue;
       after.push_back(nodes_[j]);
       before[i][j] = true;
       for (size_t k = 0; k < j; ++k) before[i][k] = before[i][k] || before[j][k];
@@ -291,6 +384,9 @@ std::string CudaPlan::MakeGraph(const std::vector<void*>& memory) {
       void* parameters[] = {words.data() + l.first_word};
       cuda::KernelNodeParams params = NodeParams(l, parameters);
       result = driver.GraphAddKernelNode(&node, graph_, after.data(), after.size(), &params);
+      cuda::LaunchAttributeValue value{};
+      value.cooperative = 1;
+      if (!result && l.grid) result = driver.GraphKernelNodeSetAttribute(node, cuda::kNodeIsCooperative, &value);
     } else {
       cuda::Graph child = nullptr;
       std::string error = code_->Capture(
@@ -313,21 +409,24 @@ std::string CudaPlan::NewInstance(const std::vector<void*>& memory) {
   if (result) return Failed(driver, result, "instantiating a graph");
   g_graph_nodes += static_cast<int64_t>(nodes_.size());
   ++GlobalCounters().graph_instances;
-  instances_.push_front({graph_memory_, exec});
-  return Update(&instances_.front(), memory);
+  instances_.push_front({graph_memory_, exec, instances_.size()});
+  return Update(&instances_.front(), memory, /*fresh=*/true);
 }
 
-// Gives the nodes of an instance other addresses.  Launches that were enqueued before keep theirs.
-std::string CudaPlan::Update(Instance* instance, const std::vector<void*>& memory) {
+// Gives the nodes of an instance other addresses; those of a fresh one have slot 0's counters.  Launches that were
+// enqueued before keep theirs.
+std::string CudaPlan::Update(Instance* instance, const std::vector<void*>& memory, bool fresh) {
   const cuda::Driver& driver = code_->driver();
-  std::vector<uint64_t> words = Words(memory.data());
+  std::vector<uint64_t> words = Words(memory.data(), memory.back(), instance->slot);
   bool workspace_moved = instance->memory.back() != memory.back();
   for (size_t i = 0; i < launches_.size(); ++i) {
     const Launch& l = launches_[i];
-    const std::vector<uint32_t>& buffers = program_.steps[l.step].buffers;
-    bool moved =
-        std::any_of(buffers.begin(), buffers.end(), [&](uint32_t id) { return instance->memory[id] != memory[id]; }) ||
-        (l.workspace_bytes() && workspace_moved);
+    bool moved = (l.workspace_bytes() && workspace_moved) || (l.grid && fresh && instance->slot);
+    for (size_t k = l.step; k < l.end && !moved; ++k) {
+      const std::vector<uint32_t>& buffers = program_.steps[k].buffers;
+      moved = std::any_of(buffers.begin(), buffers.end(),
+                          [&](uint32_t id) { return instance->memory[id] != memory[id]; });
+    }
     if (!moved) continue;
     cuda::Result result;
     if (l.kernel) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cuda_driver.h"
+#include "cuda_grid.h"
 #include "library_cuda.h"
 #include "plan.h"
 #include "program.h"
@@ -33,6 +34,8 @@ class CudaCode {
   cuda::Function kernel(size_t step) const { return kernels_[step].function; }
   cuda::Function many(size_t step) const { return kernels_[step].many; }  // null: built without TS_MANY
   int64_t max_shared_bytes(size_t step) const { return kernels_[step].max_shared_bytes; }
+  cuda::Function grid_kernel(size_t grid) const { return grids_[grid].function; }
+  int64_t max_shared_bytes_of_grid(size_t grid) const { return grids_[grid].max_shared_bytes; }
 
   // Records what `enqueue(stream)` enqueues as a graph, which the caller destroys.  "" or the error.
   std::string Capture(const std::function<std::string(cuda::Stream)>& enqueue, cuda::Graph* graph);
@@ -49,6 +52,7 @@ class CudaCode {
   cuda::Context context_;
   std::shared_ptr<void> module_;
   std::vector<Kernel> kernels_;  // by step; null for steps that are not kernels
+  std::vector<Kernel> grids_;    // by grid
   std::mutex mu_;
   cuda::Stream capturing_ = nullptr;  // made on first use
 };
@@ -61,25 +65,31 @@ class CudaCode {
 // order of a graph's nodes follows from the buffers that the steps read and write.
 class CudaPlan : public PlanExtra {
  public:
-  // Never fails: error() says why the plan cannot run here.  The context must be current.
-  CudaPlan(const Program& program, const Plan& plan, std::shared_ptr<CudaCode> code, bool tf32);
+  // Is told of a launch outside of graphs: what it runs when it starts, null when it has been made.
+  using Observe = std::function<void(const std::string* what)>;
+
+  // Never fails: error() says why the plan cannot run here.  The context must be current.  Without `grids` all steps
+  // are launched one by one.
+  CudaPlan(const Program& program, const Plan& plan, std::shared_ptr<CudaCode> code, bool tf32, bool grids);
   ~CudaPlan() override;
 
   const std::string& error() const { return error_; }
   int64_t workspace_bytes() const { return workspace_bytes_; }
 
   // Runs all steps on `stream`.  `memory` has the device address of every buffer; `workspace` has workspace_bytes().
-  // `observe` (may be null) is called around each launch outside of graphs.  "" or what failed: the CUDA error, the
-  // kernel and the node that it comes from.  `note` gets a reason when this run gave up graphs for good.
-  std::string Run(void* const* memory, void* workspace, cuda::Stream stream, bool graphs,
-                  const std::function<void(size_t step, bool starts)>* observe, std::string* note);
+  // With `observe` (may be null) no graph is used.  "" or what failed: the CUDA error, the kernel and the node that it
+  // comes from.  `note` gets a reason when this run gave up graphs for good.
+  std::string Run(void* const* memory, void* workspace, cuda::Stream stream, bool graphs, const Observe* observe,
+                  std::string* note);
 
-  // Steps that have work, in order, and what superkernels need of them (coalesce_cuda.h).
+  // Launches, in order, and what superkernels need of them (coalesce_cuda.h).  Each is a step that has work, or the
+  // steps of a grid, of which step() is the first.
   size_t launches() const { return launches_.size(); }
   size_t step(size_t launch) const { return launches_[launch].step; }
+  bool is_grid(size_t launch) const { return launches_[launch].grid != nullptr; }
   const std::shared_ptr<CudaCode>& code() const { return code_; }
   bool tf32() const { return tf32_; }
-  // The parameter block of a launch that is a kernel.
+  // The parameter block of a launch that is a step's kernel.
   void AppendWords(size_t launch, void* const* memory, std::vector<uint64_t>* out) const;
   // Enqueues one launch; the context must be current.  "" or what failed.
   std::string Enqueue(size_t launch, void* const* memory, void* workspace, cuda::Stream stream) const;
@@ -89,34 +99,44 @@ class CudaPlan : public PlanExtra {
 
  private:
   struct Launch {
-    size_t step;
-    cuda::Function kernel;                 // null: a library step
-    std::unique_ptr<LibraryWork> library;  // of a library step
-    size_t first_word;                     // of the kernel's parameter block in words_
+    size_t step, end;                       // its steps; more than one for a grid
+    cuda::Function kernel;                  // null: a library step
+    std::unique_ptr<LibraryWork> library;   // of a library step
+    size_t first_word;                      // of the kernel's parameter block in words_
+    std::unique_ptr<CudaGrid> grid;         // null: no grid
+    unsigned blocks, threads, shared_bytes; // of a kernel
+    int64_t counters_at = 0;                // of a grid: its counters in the workspace
 
     size_t workspace_bytes() const { return library ? library->workspace_bytes() : 0; }
   };
   struct Instance {
     std::vector<void*> memory;  // what its nodes hold; the workspace is last
     cuda::GraphExec exec;
+    size_t slot;  // its counters
   };
+  static constexpr size_t kInstances = 8;
+  static constexpr size_t kNoSlot = kInstances;
 
   std::string AddLibraryStep(size_t step, bool tf32);
   std::string AddKernel(size_t step);
+  bool AddGrid(size_t grid);
+  void PlaceCounters();
+  bool MustFollow(const Launch& later, const Launch& earlier) const;
   bool MustFollow(const Step& later, const Step& earlier) const;
   bool Overlap(uint32_t x, uint32_t y) const;
-  std::vector<uint64_t> Words(void* const* memory) const;
+  std::vector<uint64_t> Words(void* const* memory, void* workspace, size_t slot) const;
   cuda::KernelNodeParams NodeParams(const Launch& launch, void** parameters) const;
   std::string EnqueueLibraryStep(const Launch& launch, void* const* memory, void* workspace, cuda::Stream stream) const;
   std::string EnqueueKernel(const Launch& launch, uint64_t* words, cuda::Stream stream) const;
-  std::string LaunchAll(void* const* memory, void* workspace, cuda::Stream stream,
-                        const std::function<void(size_t, bool)>* observe) const;
+  std::string ClearCounters(int64_t at, size_t bytes, void* workspace, cuda::Stream stream) const;
+  std::string LaunchAll(void* const* memory, void* workspace, cuda::Stream stream, const Observe* observe) const;
 
   std::string MakeGraph(const std::vector<void*>& memory);
   std::string NewInstance(const std::vector<void*>& memory);
-  std::string Update(Instance* instance, const std::vector<void*>& memory);
+  std::string Update(Instance* instance, const std::vector<void*>& memory, bool fresh);
   std::string Readdress(const std::vector<void*>& memory, bool* usable);
   std::string Where(const Launch& launch) const;
+  std::string Label(const Launch& launch) const;
 
   const Program& program_;
   const Plan& plan_;
@@ -126,6 +146,7 @@ class CudaPlan : public PlanExtra {
   std::vector<Launch> launches_;  // of steps that have work
   std::vector<uint64_t> words_;   // parameter blocks of all kernels; addresses are filled in by each run
   int64_t workspace_bytes_ = 0;
+  int64_t counters_at_ = 0, counter_bytes_ = 0;  // in the workspace: the counters of a run outside of graphs
   std::atomic<bool> graphs_{true};
 
   std::mutex mu_;  // of what follows

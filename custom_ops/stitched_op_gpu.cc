@@ -33,11 +33,20 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
+// False for a variable that is "0".
+bool Enabled(const char* variable) {
+  const char* value = getenv(variable);
+  return !value || !*value || strcmp(value, "0") != 0;
+}
+
 bool GraphsEnabled() {
-  static const bool enabled = [] {
-    const char* value = getenv("TF_STITCH_CUDA_GRAPHS");
-    return !value || !*value || strcmp(value, "0") != 0;
-  }();
+  static const bool enabled = Enabled("TF_STITCH_CUDA_GRAPHS");
+  return enabled;
+}
+
+// Without grids all steps are launches of their own.
+bool GridsEnabled() {
+  static const bool enabled = Enabled("TF_STITCH_GRIDS");
   return enabled;
 }
 
@@ -157,7 +166,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
       cuda::ScopedContext scope(code_->driver(), code_->context());
       cuda::NoTuning no_tuning(IsCaptured(StreamOf(ctx->op_device_context()->stream())) ||
                                tensorflow::OpDeterminismRequired() || !autotune_);
-      plan->extra = std::make_unique<CudaPlan>(node_.program(), *plan, code_, tf32);
+      plan->extra = std::make_unique<CudaPlan>(node_.program(), *plan, code_, tf32, GridsEnabled());
     });
     auto* ready = static_cast<CudaPlan*>(plan->extra.get());
     if (!ready->error().empty()) return Refuse(ready->error());
@@ -220,9 +229,9 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
       return ready->Run(addresses, workspace, stream, GraphsEnabled(), nullptr, note);
     }
     int64_t activity = 0;
-    std::function<void(size_t, bool)> observe = [&](size_t step, bool starts) {  // one profiler event per launch
-      if (starts) {
-        activity = tsl::profiler::TraceMe::ActivityStart([&] { return "tf_stitch_kernel:" + node_.Label(step); });
+    CudaPlan::Observe observe = [&](const std::string* what) {  // one profiler event per launch
+      if (what) {
+        activity = tsl::profiler::TraceMe::ActivityStart([&] { return "tf_stitch_kernel:" + *what; });
       } else {
         tsl::profiler::TraceMe::ActivityEnd(activity);
       }

@@ -1,6 +1,6 @@
 """From an IR graph to a program: plan, schedule, emit and compile, in this order.
 
-    ir.Graph -> fusion.plan -> schedule.build -> codegen.emit -> Program text -> backend.host -> machine code
+    ir.Graph -> fusion.plan -> schedule.build -> codegen.emit -> grids -> Program text -> backend -> machine code
 """
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from . import codegen, plans
+from . import codegen, grids, plans
+from .codegen.grid import GridKernel
 from .codegen.kernel import INDEX_LIMIT, WITH_MANY, Kernel
+from .codegen.siblings import share_texts
 from .codegen.unit import SEPARATOR
 from .fusion.call import LibraryCall
 from .fusion.columns import split_columns
 from .fusion.library import prepare_calls
-from .fusion.planner import plan_scheduled, view_source
+from .fusion.planner import Planned, plan_scheduled, view_source
 from .fusion.split import split_reductions
 from .ir import dims as D
 from .ir.dims import Dim
@@ -89,25 +91,32 @@ def build_program(graph: Graph, target: Target) -> Program:
     return plans.remembered(graph, target, lambda: lay_out(graph, target)[0])
 
 
-def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel]]:
-    """A program without machine code, and its kernels in the order they run."""
+def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel | GridKernel]]:
+    """A program without machine code, and its kernels: those of its steps as they come, then those of its grids."""
     graph = split_reductions(prepare_calls(split_columns(graph, target), target), target)
-    work = make_kernels(graph, target)
-    program = _Assembler(graph).program(work)
+    planned = plan_scheduled(graph, target)
+    work = make_kernels(planned, target)
+    program, kernels = _Assembler(graph).program(work), [k for k in work if isinstance(k, Kernel)]
+    grid_kernels: list[GridKernel] = []
     if target.superkernels and program.text:
         program = replace(program, text=WITH_MANY + program.text)
-    return program, [k for k in work if isinstance(k, Kernel)]
+    elif not target.is_host:  # what superkernels pack are single steps
+        program, grid_kernels = grids.join_steps(program, grids.small_steps(graph, planned, target))
+    return program, [*kernels, *grid_kernels]
 
 
-def join_texts(kernels: Iterable[Kernel]) -> str:
+def join_texts(kernels: Iterable[Kernel | GridKernel]) -> str:
     """One text with every kernel once."""
     return SEPARATOR.join({k.name: k.text for k in kernels}.values())
 
 
-def make_kernels(graph: Graph, target: Target) -> list[Kernel | LibraryCall]:
-    """The kernels and library calls of a graph, in the order they run."""
-    return [p.scheduled if isinstance(p.scheduled, LibraryCall) else codegen.emit(p.scheduled)
-            for p in plan_scheduled(graph, target)]
+def make_kernels(planned: Iterable[Planned], target: Target) -> list[Kernel | LibraryCall]:
+    """The kernels and library calls of a plan, in the order they run."""
+    work = [p.scheduled if isinstance(p.scheduled, LibraryCall) else codegen.emit(p.scheduled) for p in planned]
+    if target.is_host:
+        return work
+    shared = iter(share_texts([w for w in work if isinstance(w, Kernel)]))
+    return [next(shared) if isinstance(w, Kernel) else w for w in work]
 
 
 class _Assembler:

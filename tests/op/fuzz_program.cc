@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "../../custom_ops/grid_table.h"
 #include "../../custom_ops/plan.h"
 #include "../../custom_ops/program.h"
 
@@ -27,7 +28,7 @@ std::string Seal(const std::string& payload) {
     for (int k = 0; k < 8; ++k) crc = (crc & 1) ? 0xEDB88320u ^ (crc >> 1) : crc >> 1;
   }
   crc ^= 0xFFFFFFFFu;
-  std::string data = "TFSP\x01";
+  std::string data = "TFSP\x02";
   for (int i = 0; i < 4; ++i) data += static_cast<char>(crc >> (8 * i));
   return data + payload;
 }
@@ -49,6 +50,14 @@ void PlanAll(const tf_stitch::Program& program, std::mt19937_64* rng) {
       const tf_stitch::Buffer& b = program.buffers[k];
       if (b.backing != tf_stitch::Backing::kArena || b.first_step < 0) continue;
       if (plan->arena_offset[k] < 0 || plan->arena_offset[k] + plan->buffer_bytes[k] > plan->arena_bytes) abort();
+    }
+    for (const tf_stitch::Grid& g : program.grids) {  // every word of a record is in the table
+      tf_stitch::GridTable table;
+      if (!plan->usable || !tf_stitch::MakeGridTable(program, *plan, g, &table)) continue;
+      for (const tf_stitch::GridRecord& r : table.records) {
+        if (r.words < 0 || static_cast<size_t>(r.words + r.count) > table.words.size() || r.addresses > r.count) abort();
+        if (r.begin > r.end || r.end > table.most_blocks || r.kernel < 0) abort();
+      }
     }
   }
 }

@@ -7,7 +7,7 @@ import functools
 from tf_stitch.backend import host
 from tf_stitch.ir import dims as D
 from tf_stitch.ir.graph import Guard, SymbolSource
-from tf_stitch.program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program
+from tf_stitch.program.program import AliasStep, Buffer, Grid, KernelStep, LibraryStep, Program
 
 TEXT = r"""
 #include <stdint.h>
@@ -112,6 +112,17 @@ def chain() -> Program:
              launch("t_mul", (6, 1, 2), n), AliasStep(6, 3)]
     return program(buffers, steps, {"n": SymbolSource("dim", 0, 0), "k": SymbolSource("dim", 1, 0)},
                    [Guard("eq", n, k, "y has x's length")])
+
+
+def phased() -> Program:
+    """x, y [n] -> z = v*u with t = 2x+1, s = 2y+1; v = t*s, u = 2t+1; and u.  A grid of three phases."""
+    n, f = dim("n"), "float32"
+    buffers = [Buffer("input", 0, f, (n,)), Buffer("input", 1, f, (n,)), Buffer("output", 0, f, (n,)),
+               Buffer("output", 1, f, (n,)), *(Buffer("temp", i, f, (n,)) for i in range(4))]
+    steps = [launch("t_axpb", (0, 4), n), launch("t_axpb", (1, 5), n), launch("t_mul", (4, 5, 6), n),
+             launch("t_axpb", (4, 7), n), launch("t_mul", (6, 7, 2), n), AliasStep(7, 3)]
+    grid = Grid("t_grid", ("t_axpb", "t_mul"), (0, 1, 2, 3), 0, (2, 2, 1))
+    return program(buffers, steps, {"n": SymbolSource("dim", 0, 0)}, grids=[grid])
 
 
 def rowsum() -> Program:

@@ -15,7 +15,8 @@ from tf_stitch.program import serialize
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CORPUS = Path(__file__).with_name("corpus")
-SOURCES = [ROOT / "tests/op/fuzz_program.cc", ROOT / "custom_ops/program.cc", ROOT / "custom_ops/plan.cc"]
+SOURCES = [ROOT / "tests/op/fuzz_program.cc", ROOT / "custom_ops/program.cc", ROOT / "custom_ops/plan.cc",
+           ROOT / "custom_ops/grid_table.cc"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
@@ -37,7 +38,7 @@ def fuzz(fuzzer, rounds, files):
 def test_damaged_programs_do_no_harm(fuzzer, tmp_path):
     files = []
     for make in (programs.axpb, programs.chain, programs.rowsum, programs.gather, programs.reshape, programs.fill,
-                 programs.matmul):
+                 programs.matmul, programs.phased):
         program = make()
         program.code = {}
         files.append(tmp_path / make.__name__)

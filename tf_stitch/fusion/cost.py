@@ -209,6 +209,10 @@ class CostModel:
         """The time of one launch, in the units of Estimate."""
         return self.machine.launch * len(self.cores) * len(self.envs)
 
+    def step_ns(self, ns: float) -> float:
+        """The mean time, without its launch, of a step whose Estimate is ``ns``."""
+        return ns / (len(self.cores) * len(self.envs)) - self.machine.launch
+
     def estimate(self, group: Group, scheduled: Any) -> Estimate:
         """Estimated time of a group's kernel under a schedule."""
         loads = [part_loads(scheduled, self.machine, env) for env in self.envs]

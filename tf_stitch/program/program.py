@@ -68,12 +68,38 @@ class AliasStep:
 Step = KernelStep | LibraryStep | AliasStep
 
 
+@dataclass(frozen=True)
+class Grid:
+    """Kernel steps that one launch runs in phases, with a device-wide barrier between phases.
+
+    The steps are Program.steps[first:], ``phases[p]`` of them in phase p; steps of a phase do not depend on each
+    other.  Where the launch cannot be made, they run one by one, in order.
+
+    Attributes:
+      kernel: the grid kernel (codegen.grid.GridKernel).
+      bodies: the kernels that it holds, by number.
+      bases: inputs and outputs (by buffer) in whose memory the steps' buffers lie; all others lie in the arena.
+    """
+
+    kernel: str
+    bodies: tuple[str, ...]
+    bases: tuple[int, ...]
+    first: int
+    phases: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The step behind its last one."""
+        return self.first + sum(self.phases)
+
+
 @dataclass
 class Program:
     """Steps in order, over buffers, with the symbols and guards they rely on.
 
     ``code`` maps a target ("x86-64-v3", "sm_90", ...) to machine code that holds every kernel;
     ``text`` is the source of all kernels (kept for aarch64, other chips and for reading).
+    ``grids`` are runs of steps, in order, that a GPU may launch at once.
     """
 
     buffers: list[Buffer]
@@ -83,7 +109,22 @@ class Program:
     text: str = ""
     code: dict[str, bytes] = field(default_factory=dict)
     name: str = ""
+    grids: list[Grid] = field(default_factory=list)
 
     def of_kind(self, kind: str) -> list[Buffer]:
         """The buffers of one kind, by index."""
         return sorted((b for b in self.buffers if b.kind == kind), key=lambda b: b.index)
+
+    def holders(self) -> dict[int, int]:
+        """For each buffer that does not lie in the arena, the input or output (by buffer) whose memory it is.
+
+        As custom_ops/program.cc has it: a temp that an output is an alias of lives in that output's memory.
+        """
+        holder = {i: i for i, b in enumerate(self.buffers) if b.kind != "temp"}
+        for s in self.steps:
+            if isinstance(s, AliasStep):
+                if s.source in holder:
+                    holder[s.output] = holder[s.source]
+                else:
+                    holder[s.source] = holder[s.output]
+        return holder

@@ -1,7 +1,7 @@
 """The byte format of a program: what travels in the op's ``program`` attr (read by custom_ops/program.cc).
 
     "TFSP"  version: byte  crc32 of the rest: 4 bytes, little-endian
-    8 sections in this order, each: tag: byte (1..8)  length  contents
+    9 sections in this order, each: tag: byte (1..9)  length  contents
       1 names        count, strings                  strings below are indices into this list; then the program's name
       2 symbols      count, (name, flags: byte, param, index, [lo], [hi])   flags: 1 "value", 2 has lo, 4 has hi
       3 expressions  count, (op: byte, operands)     operands are earlier entries; see _OPS
@@ -13,6 +13,7 @@
       6 guards       count, (kind: byte, a, b, reason)
       7 code         count, (target, bytes)
       8 text         bytes
+      9 grids        count, (kernel, bodies, base buffers, first step, phases: count, steps - 1 of each)
 
 Numbers are LEB128, signed ones zigzag; strings and bytes carry their length.
 """
@@ -26,9 +27,9 @@ from ..errors import ProgramError
 from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.graph import Guard, SymbolSource
-from .program import AliasStep, Buffer, KernelStep, LibraryStep, Program, Step
+from .program import AliasStep, Buffer, Grid, KernelStep, LibraryStep, Program, Step
 
-MAGIC, VERSION = b"TFSP", 1
+MAGIC, VERSION = b"TFSP", 2
 _HEADER = len(MAGIC) + 1 + 4
 _OPS = ("const", "symbol", "add", "mul", "div", "mod", "min", "max")
 _BUFFER_KINDS = ("input", "output", "temp")
@@ -135,8 +136,8 @@ def dumps(program: Program, text: bool = True) -> bytes:
     Raises ProgramError for a size that needs more than 64 bits or that no input gives.
     """
     names, exprs = _Table(), _Exprs(list(program.symbols))
-    sections = [_Writer() for _ in range(8)]
-    w_names, w_symbols, w_exprs, w_buffers, w_steps, w_guards, w_code, w_text = sections
+    sections = [_Writer() for _ in range(9)]
+    w_names, w_symbols, w_exprs, w_buffers, w_steps, w_guards, w_code, w_text, w_grids = sections
     name = names.number(program.name)
     w_buffers.list(program.buffers, lambda b: _write_buffer(w_buffers, b, exprs))
     w_steps.list(program.steps, lambda s: _write_step(w_steps, s, names, exprs))
@@ -144,6 +145,7 @@ def dumps(program: Program, text: bool = True) -> bytes:
     w_symbols.list(list(program.symbols.items()), lambda s: _write_symbol(w_symbols, *s, names, exprs))
     w_exprs.list(list(exprs.table), lambda e: _write_expr(w_exprs, e))
     w_code.list(sorted(program.code.items()), lambda c: _write_code(w_code, *c, names))
+    w_grids.list(program.grids, lambda g: _write_grid(w_grids, g, names))
     w_text.bytes(program.text.encode() if text else b"")
     w_names.list(list(names), lambda n: w_names.bytes(n.encode()))
     w_names.unsigned(name)
@@ -214,6 +216,14 @@ def _write_guard(w: _Writer, g: Guard, names: _Table, exprs: _Exprs) -> None:
     w.unsigned(names.number(g.reason))
 
 
+def _write_grid(w: _Writer, g: Grid, names: _Table) -> None:
+    w.unsigned(names.number(g.kernel))
+    w.list(g.bodies, lambda b: w.unsigned(names.number(b)))
+    w.list(g.bases, w.unsigned)
+    w.unsigned(g.first)
+    w.list(g.phases, lambda count: w.unsigned(count - 1))
+
+
 def _write_code(w: _Writer, target: str, code: bytes, names: _Table) -> None:
     w.unsigned(names.number(target))
     w.bytes(code)
@@ -280,12 +290,12 @@ def loads(data: bytes) -> Program:
 
 def _read(all_: _Reader) -> Program:
     sections = []
-    for tag in range(1, 9):
+    for tag in range(1, 10):
         if all_.byte() != tag:
             raise ValueError("its sections are out of order")
         sections.append(_Reader(all_.bytes()))
     all_.finish()
-    r_names, r_symbols, r_exprs, r_buffers, r_steps, r_guards, r_code, r_text = sections
+    r_names, r_symbols, r_exprs, r_buffers, r_steps, r_guards, r_code, r_text, r_grids = sections
     names = r_names.list(lambda: r_names.bytes().decode())
     title = names[r_names.unsigned()]
     symbols = r_symbols.list(lambda: _read_symbol(r_symbols, names))
@@ -297,7 +307,8 @@ def _read(all_: _Reader) -> Program:
         symbols={symbol.name: source for symbol, source in symbols},
         guards=r_guards.list(lambda: _read_guard(r_guards, names, exprs)),
         code=dict(r_code.list(lambda: (names[r_code.unsigned()], r_code.bytes()))),
-        text=r_text.bytes().decode(), name=title)
+        text=r_text.bytes().decode(), name=title,
+        grids=r_grids.list(lambda: _read_grid(r_grids, names)))
     for section in sections:
         section.finish()
     return program
@@ -340,6 +351,11 @@ def _read_step(r: _Reader, names: list[str], exprs: list[Dim]) -> Step:
         return LibraryStep(kernel, buffers, dims, tuple(r.list(r.unsigned)), origin)
     blocks, shared_bytes, cost = (exprs[r.unsigned()] for _ in range(3))
     return KernelStep(kernel, buffers, dims, blocks, shared_bytes, cost, r.unsigned(), origin)
+
+
+def _read_grid(r: _Reader, names: list[str]) -> Grid:
+    kernel, bodies = names[r.unsigned()], tuple(r.list(lambda: names[r.unsigned()]))
+    return Grid(kernel, bodies, tuple(r.list(r.unsigned)), r.unsigned(), tuple(r.list(lambda: r.unsigned() + 1)))
 
 
 def _read_guard(r: _Reader, names: list[str], exprs: list[Dim]) -> Guard:

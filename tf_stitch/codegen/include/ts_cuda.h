@@ -6,6 +6,7 @@
 #define TS_CUDA_H_
 
 #include "ts_math.h"
+#include "ts_grid.h"
 
 // A problem is what one launch of the kernel works on: addresses, dims, number of blocks.  A lone launch passes it by
 // value.
@@ -34,14 +35,26 @@
   extern "C" __global__ void __launch_bounds__(TS_THREADS) name##_many(const name##_problem* table) { \
     name##_body(table[blockIdx.y], blockIdx.x, nullptr);                                              \
   }
+// A grid kernel: `bases` and `words` are the most bases that a launch names and words that a problem has; `blocks` run
+// on a multiprocessor at once.  The text between braces is a TS_CASE for each body.
+#define TS_GRID(name, bases, words, blocks)                                                                      \
+  static __device__ __forceinline__ void name##_run(int32_t ts_kernel, const int64_t* ts_words, int64_t ts_block); \
+  extern "C" __global__ void __launch_bounds__(TS_THREADS, blocks) name(                                         \
+      const __grid_constant__ ts_grid<bases> p) {                                                                \
+    ts_run_grid<words>(p, [](int32_t kernel, const int64_t* problem, int64_t block) {                            \
+      name##_run(kernel, problem, block);                                                                        \
+    });                                                                                                          \
+  }                                                                                                              \
+  static __device__ __forceinline__ void name##_run(int32_t ts_kernel, const int64_t* ts_words, int64_t ts_block)
+#define TS_CASE(k, name) \
+  if (ts_kernel == (k)) return name##_body(*(const name##_problem*)ts_words, ts_block, nullptr);
 #define TS_ENTER(bits)                      \
   typedef ts_index_type<bits>::type ts_idx; \
   extern __shared__ __align__(64) char ts_shared[]; \
   __builtin_assume(threadIdx.x < TS_THREADS);
-#define TS_IN(T, name, k) \
-  const T* __restrict__ name = (const T*)__builtin_assume_aligned((const void*)ts_p.words[k], 16);
-#define TS_BUFFER(T, k) (const T*)ts_p.words[k]
-#define TS_OUT(T, name, k) T* __restrict__ name = (T*)__builtin_assume_aligned((void*)ts_p.words[k], 16);
+#define TS_IN(T, name, k) const T* __restrict__ name = (const T*)ts_address(ts_p.words[k]);
+#define TS_BUFFER(T, k) (const T*)ts_address(ts_p.words[k])
+#define TS_OUT(T, name, k) T* __restrict__ name = (T*)ts_address(ts_p.words[k]);
 #define TS_DIM(name, k) const ts_idx name = (ts_idx)ts_p.words[ts_p.NB + (k)];
 #define TS_SHARED(T, name, offset) T* name = (T*)(ts_shared + (offset));
 
@@ -222,6 +235,57 @@ __device__ __forceinline__ T ts_tile_sum(const T (&a)[A], int q, const T* parts)
 #pragma unroll
   for (int w = 0; w < S / N; ++w) sum += parts[(w * A + q) * tiles + threadIdx.x % W + threadIdx.x / (S * W) * W];
   return sum;
+}
+// A buffer's address.  It lies in global memory, which the compiler cannot see where the word comes from a table.
+__device__ __forceinline__ void* ts_address(int64_t word) {
+  void* p = __builtin_assume_aligned((void*)word, 16);
+  __builtin_assume(__isGlobal(p));
+  return p;
+}
+// What this block has written is seen by those that wait for the counter.  All threads come here.
+__device__ __forceinline__ void ts_arrive(uint32_t* counter) {
+  __syncthreads();
+  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+// Returns when the counter has reached `count`; the caller synchronises the block then.
+__device__ __forceinline__ void ts_await(const uint32_t* counter, uint32_t count) {
+  if (threadIdx.x != 0) return;
+  uint32_t seen;
+  do {
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  } while (seen < count);
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+// The last thread block of a launch leaves the counters as it found them.
+__device__ __forceinline__ void ts_leave(uint32_t* counters, int32_t phases) {
+  __shared__ uint32_t left;
+  if (threadIdx.x == 0)
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(left) : "l"(counters) : "memory");
+  __syncthreads();
+  if (left != gridDim.x - 1) return;
+  for (int32_t i = threadIdx.x; i <= phases; i += TS_THREADS) counters[i] = 0;
+}
+// Runs this thread block's share of the phases.  counters[p] counts the thread blocks that are done with the phase
+// before p, of those that have work in it; counters[0] those that have left.  A launch with counters is cooperative:
+// all its thread blocks are resident.  The next problem's words are fetched while the others arrive.
+template <int WORDS, class Grid, class Run>
+__device__ __forceinline__ void ts_run_grid(const Grid& p, Run run) {
+  __shared__ int64_t words[2][WORDS];
+  const int32_t t = blockIdx.x, end = p.end;
+  int32_t phase = p.records[p.first].phase;  // what came before it is done
+  int half = 0;
+  for (ts_walk w = ts_start(p.records + p.first, end, t); w.at.phase < end; half ^= 1) {
+    for (int32_t i = threadIdx.x; i < w.at.count; i += TS_THREADS)
+      words[half][i] = ts_word(p.words[w.at.words + i], i < w.at.addresses, p.bases);
+    if (w.at.phase != phase) ts_await(p.counters + w.at.phase, min(w.at.before, (int32_t)gridDim.x));
+    __syncthreads();
+    phase = w.at.phase;
+    run(w.at.kernel, words[half], w.block - w.at.begin);
+    w.block += gridDim.x;
+    ts_seek(w, end, t);
+    if (w.at.phase != phase && phase + 1 < end) ts_arrive(p.counters + phase + 1);
+  }
+  if (p.counters) ts_leave(p.counters, end);
 }
 template <class T> struct ts_add_op { __device__ T operator()(T a, T b) const { return a + b; } };
 template <class T> struct ts_mul_op { __device__ T operator()(T a, T b) const { return a * b; } };

@@ -3,6 +3,7 @@
 #define TS_HOST_H_
 
 #include "ts_math.h"
+#include "ts_grid.h"
 
 struct ts_problem {
   void* const* buffers;
@@ -15,6 +16,21 @@ struct ts_problem {
   extern "C" __attribute__((visibility("default"))) void name( \
       const ts_problem* ts_p, int64_t ts_begin, int64_t ts_end, char* ts_shared, int32_t* ts_status)
 #define TS_KERNEL_WIDE(name, buffers, dims, blocks) TS_KERNEL(name, buffers, dims)
+// A grid kernel: its thread blocks take turns, phase by phase.  `blocks` is at most TS_GRID_MOST.
+#define TS_GRID_MOST 256
+#define TS_GRID(name, bases, words, most)                                                                         \
+  static void name##_run(int32_t ts_kernel, const ts_problem* ts_p, int64_t ts_block, char* ts_shared,            \
+                         int32_t* ts_status);                                                                     \
+  extern "C" __attribute__((visibility("default"))) void name(const ts_grid<bases>* p, int64_t blocks, char* shared, \
+                                                              int32_t* status) {                                  \
+    ts_run_grid<words>(*p, (int32_t)blocks, [&](int32_t kernel, const ts_problem* problem, int64_t block) {       \
+      name##_run(kernel, problem, block, shared, status);                                                         \
+    });                                                                                                           \
+  }                                                                                                               \
+  static void name##_run(int32_t ts_kernel, const ts_problem* ts_p, int64_t ts_block, char* ts_shared,            \
+                         int32_t* ts_status)
+#define TS_CASE(k, name) \
+  if (ts_kernel == (k)) return name(ts_p, ts_block, ts_block + 1, ts_shared, ts_status);
 #define TS_ENTER(bits) typedef int64_t ts_idx; (void)ts_shared; (void)ts_status;
 #define TS_IN(T, name, k) const T* __restrict name = (const T*)ts_p->buffers[k];
 #define TS_BUFFER(T, k) (const T*)ts_p->buffers[k]
@@ -84,6 +100,33 @@ struct ts_problem {
 template <int N, int stride, class C, class T>
 static inline void ts_read(C* dst, const T* src) {
   for (int k = 0; k < N; ++k) dst[k * stride] = ts_load(src[k]);
+}
+// Runs all thread blocks of a launch, the last one first.  Where the counters would not let them go on, the status
+// becomes that of a bad index.
+template <int WORDS, class Grid, class Run>
+static void ts_run_grid(const Grid& p, int32_t blocks, Run run) {
+  ts_walk walks[TS_GRID_MOST];
+  const int32_t end = (int32_t)p.end;
+  for (int32_t t = 0; t < blocks; ++t) walks[t] = ts_start(p.records + p.first, end, t);
+  for (int32_t phase = p.records[p.first].phase; phase < end; ++phase) {
+    for (int32_t t = blocks; t-- > 0;) {
+      ts_walk& w = walks[t];
+      if (w.at.phase != phase) continue;
+      if (p.counters && phase && p.counters[phase] != (uint32_t)(w.at.before < blocks ? w.at.before : blocks)) return;
+      for (; w.at.phase == phase; w.block += blocks, ts_seek(w, end, t)) {
+        void* buffers[WORDS];
+        int64_t dims[WORDS];
+        for (int32_t i = 0; i < w.at.count; ++i) {
+          const int64_t word = ts_word(p.words[w.at.words + i], i < w.at.addresses, p.bases);
+          if (i < w.at.addresses) buffers[i] = (void*)word;
+          else dims[i - w.at.addresses] = word;
+        }
+        const ts_problem problem = {buffers, dims, w.at.end - w.at.begin};
+        run(w.at.kernel, &problem, w.block - w.at.begin);
+      }
+      if (p.counters && phase + 1 < end) ++p.counters[phase + 1];
+    }
+  }
 }
 
 #include "ts_index.h"

@@ -1,0 +1,111 @@
+#include "cuda_grid.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace tf_stitch {
+namespace {
+
+constexpr size_t kLine = 128;      // counters of different slots share no cache line
+constexpr int64_t kRounds = 16;    // blocks that a thread block may run per phase, on average
+
+size_t Aligned(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+}  // namespace
+
+// --- device memory -----------------------------------------------------------------------------------
+
+std::unique_ptr<DeviceBytes> DeviceBytes::Upload(const cuda::Driver& driver, cuda::Context context,
+                                                 const std::vector<char>& bytes, std::string* error) {
+  std::unique_ptr<DeviceBytes> out(new DeviceBytes(driver, context));
+  int mode = cuda::kCaptureRelaxed;  // another thread may be capturing
+  driver.ThreadExchangeStreamCaptureMode(&mode);
+  cuda::Stream stream = nullptr;
+  cuda::Result result = driver.MemAlloc(&out->address_, bytes.size());
+  if (result) out->address_ = nullptr;
+  if (!result) result = driver.StreamCreate(&stream, cuda::kStreamNonBlocking);
+  if (!result) result = driver.MemcpyHtoDAsync(out->address_, bytes.data(), bytes.size(), stream);
+  if (!result) result = driver.StreamSynchronize(stream);
+  if (stream) driver.StreamDestroy(stream);
+  driver.ThreadExchangeStreamCaptureMode(&mode);
+  if (!result) return out;
+  *error = cuda::Describe(driver, result) + " while copying a table of " + std::to_string(bytes.size()) + " bytes";
+  return nullptr;
+}
+
+DeviceBytes::~DeviceBytes() {
+  if (!address_) return;
+  cuda::ScopedContext scope(driver_, context_);
+  if (!scope.ok()) return;
+  int mode = cuda::kCaptureRelaxed;
+  driver_.ThreadExchangeStreamCaptureMode(&mode);
+  driver_.CtxSynchronize();  // kernels that read it may still run
+  driver_.MemFree(address_);
+  driver_.ThreadExchangeStreamCaptureMode(&mode);
+}
+
+// --- grids -------------------------------------------------------------------------------------------
+
+std::unique_ptr<CudaGrid> CudaGrid::Make(const Program& program, const Plan& plan, const Grid& grid,
+                                         const cuda::Driver& driver, cuda::Context context, cuda::Function kernel,
+                                         int64_t max_shared_bytes, size_t slots, std::string* error) {
+  std::unique_ptr<CudaGrid> out(new CudaGrid(program, plan, grid));
+  out->kernel_ = kernel;
+  bool pays = false;
+  *error = out->Prepare(driver, max_shared_bytes, &pays);
+  if (!error->empty() || !pays) return nullptr;
+  const GridTable& table = out->table_;
+  size_t records = table.records.size() * sizeof(GridRecord), words = table.words.size() * sizeof(int64_t);
+  std::vector<char> bytes(Aligned(records + words) + slots * Aligned(out->counter_bytes()));
+  memcpy(bytes.data(), table.records.data(), records);
+  memcpy(bytes.data() + records, table.words.data(), words);
+  out->device_ = DeviceBytes::Upload(driver, context, bytes, error);
+  return out->device_ ? std::move(out) : nullptr;
+}
+
+// Finds how many thread blocks the launch gets; "" or what failed.
+std::string CudaGrid::Prepare(const cuda::Driver& driver, int64_t max_shared_bytes, bool* pays) {
+  *pays = false;
+  threads_ = program_.steps[grid_.first].threads;
+  for (size_t i = grid_.first; i < grid_.end; ++i) {
+    if (program_.steps[i].threads != threads_) return "";
+    for (uint32_t id : program_.steps[i].buffers) {
+      if (program_.buffers[id].backing == Backing::kArena) arena_buffer_ = id;
+    }
+  }
+  if (!MakeGridTable(program_, plan_, grid_, &table_) || phases() < 2) return "";
+  if (table_.shared_bytes > max_shared_bytes) return "";
+  cuda::Device device;
+  int processors = 0, cooperative = 0, resident = 0;
+  cuda::Result result = driver.CtxGetDevice(&device);
+  if (!result) result = driver.DeviceGetAttribute(&processors, cuda::kMultiprocessors, device);
+  if (!result) result = driver.DeviceGetAttribute(&cooperative, cuda::kCooperativeLaunch, device);
+  if (!result) {
+    result = driver.OccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel_, static_cast<int>(threads_),
+                                                              static_cast<size_t>(table_.shared_bytes));
+  }
+  if (result) return cuda::Describe(driver, result) + " while asking how many blocks of '" + grid_.kernel + "' fit";
+  int64_t room = int64_t{processors} * resident;
+  *pays = cooperative && room && table_.blocks <= kRounds * room * static_cast<int64_t>(phases());
+  blocks_ = static_cast<unsigned>(std::min(room, table_.most_blocks));
+  return "";
+}
+
+uint64_t CudaGrid::counters_of_slot(size_t slot) const {
+  size_t table = table_.records.size() * sizeof(GridRecord) + table_.words.size() * sizeof(int64_t);
+  return device_->address() + Aligned(table) + slot * Aligned(counter_bytes());
+}
+
+void CudaGrid::FillWords(void* const* memory, uint64_t counters, uint64_t* words) const {
+  auto address = [&](uint32_t id) { return reinterpret_cast<uint64_t>(memory[id]); };
+  *words++ = device_->address();
+  *words++ = device_->address() + table_.records.size() * sizeof(GridRecord);
+  *words++ = counters;
+  *words++ = 0;
+  *words++ = phases();
+  *words++ = arena_buffer_ < 0 ? 0 : address(static_cast<uint32_t>(arena_buffer_)) - plan_.arena_offset[arena_buffer_];
+  for (uint32_t id : grid_.bases) *words++ = address(id);
+}
+
+}  // namespace tf_stitch

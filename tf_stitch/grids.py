@@ -1,0 +1,77 @@
+"""Grid-scope stitching of a program: runs of small kernel steps become one launch each.
+
+Which steps share a phase is fusion.runs' to say, what a grid kernel's text is codegen.grid's, and the table that it
+walks is made for each shape signature (program.table here, custom_ops/grid_table.cc in the op).
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .codegen.grid import GridKernel, emit_grid
+from .codegen.unit import SEPARATOR
+from .fusion import cost
+from .fusion.runs import Run, arrange
+from .fusion.planner import Planned
+from .ir.graph import Graph
+from .program.program import AliasStep, Grid, KernelStep, Program
+from .schedule.target import Target
+
+STEP_NS = 30_000  # a step estimated to take longer fills the device by itself
+MAX_BASES = 256  # bases travel in the launch's parameter, which has 4 KB
+
+
+def small_steps(graph: Graph, planned: Sequence[Planned], target: Target) -> list[bool]:
+    """For each step of a plan, whether it may be part of a grid."""
+    model = cost.CostModel(target.name, cost.environments(d for n in graph.nodes() for d in n.shape))
+    return [hasattr(p.scheduled, "parts") and model.step_ns(p.ns) <= STEP_NS for p in planned]
+
+
+def join_steps(program: Program, small: Sequence[bool]) -> tuple[Program, list[GridKernel]]:
+    """The program with its steps in an order that has long runs of ``small`` ones, those runs as grids.
+
+    ``small`` says for each step but the aliases, which come last, whether it may be part of one.
+    """
+    order: list[int] = []
+    grids: list[Grid] = []
+    kernels: dict[str, GridKernel] = {}
+    holders = program.holders()
+    for run in arrange(_dependences(program)[:len(small)], small):
+        if len(run.steps) > 1:
+            made = _join(program, run, len(order), holders)
+            if made is not None:
+                grids.append(made[0])
+                kernels[made[1].name] = made[1]
+        order += run.steps
+    if not grids:
+        return program, []
+    steps = [program.steps[s] for s in (*order, *range(len(order), len(program.steps)))]
+    text = SEPARATOR.join([program.text, *(k.text for k in kernels.values())])
+    return replace(program, steps=steps, grids=grids, text=text), list(kernels.values())
+
+
+def _join(program: Program, run: Run, first: int, holders: dict[int, int]) -> tuple[Grid, GridKernel] | None:
+    """The grid of a run; None when it touches more inputs and outputs than a launch can name."""
+    steps = [s for s in (program.steps[i] for i in run.steps) if isinstance(s, KernelStep)]
+    bases = tuple(dict.fromkeys(holders[b] for s in steps for b in s.buffers if b in holders))
+    if len(bases) >= MAX_BASES:
+        return None
+    words = max(len(s.buffers) + len(s.dims) for s in steps)
+    bodies = tuple(dict.fromkeys(s.kernel for s in steps))
+    wide = any(re.search(rf"TS_KERNEL_WIDE\({name}, \d+, \d+, 1\)", program.text) for name in bodies)
+    kernel = emit_grid(bodies, 1 + len(bases), words, 1 if wide else 2)
+    return Grid(kernel.name, kernel.bodies, bases, first, tuple(len(p) for p in run.phases)), kernel
+
+
+def _dependences(program: Program) -> list[frozenset[int]]:
+    """For each step, the earlier ones whose results it reads; a buffer is written by the first step that names it."""
+    writer: dict[int, int] = {}
+    after = []
+    for i, s in enumerate(program.steps):
+        used = () if isinstance(s, AliasStep) else s.buffers
+        after.append(frozenset(writer[b] for b in used if b in writer))
+        for b in used:
+            if program.buffers[b].kind != "input":
+                writer.setdefault(b, i)
+    return after
