@@ -81,7 +81,9 @@ CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& rea
     size_t step = ready.step(i);
     cuda::Function many = ready.code()->many(step);
     bool is_kernel = program.steps[step].kind == Step::Kind::kKernel;
-    packs.push_back(ready.is_grid(i) ? false : is_kernel ? many != nullptr : IsPlainProduct(program.steps[step], plan.steps[step]));
+    packs.push_back(ready.is_grid(i) ? false
+                    : is_kernel      ? many != nullptr
+                                     : IsPlainProduct(program.steps[step], plan.steps[step]));
     packed += packs.back() != 0;
     texts.push_back(TextOf(program, plan, step, ready.tf32()));
     all += texts.back();

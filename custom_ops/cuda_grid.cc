@@ -7,8 +7,8 @@
 namespace tf_stitch {
 namespace {
 
-constexpr size_t kLine = 128;      // counters of different slots share no cache line
-constexpr int64_t kRounds = 16;    // blocks that a thread block may run per phase, on average
+constexpr size_t kLine = 128;    // counters of different slots share no cache line
+constexpr int64_t kRounds = 16;  // blocks that a thread block may run per phase, on average
 
 size_t Aligned(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 

@@ -61,8 +61,7 @@ class CudaGrid {
   void FillWords(void* const* memory, uint64_t counters, uint64_t* words) const;
 
  private:
-  CudaGrid(const Program& program, const Plan& plan, const Grid& grid)
-      : program_(program), plan_(plan), grid_(grid) {}
+  CudaGrid(const Program& program, const Plan& plan, const Grid& grid) : program_(program), plan_(plan), grid_(grid) {}
 
   std::string Prepare(const cuda::Driver& driver, int64_t max_shared_bytes, bool* pays);
 
@@ -71,8 +70,8 @@ class CudaGrid {
   const Grid& grid_;
   cuda::Function kernel_ = nullptr;
   unsigned blocks_ = 0, threads_ = 0;
-  GridTable table_;  // its contents are in device_
-  int64_t arena_buffer_ = -1;  // any buffer of the steps that lies in the arena
+  GridTable table_;                      // its contents are in device_
+  int64_t arena_buffer_ = -1;            // any buffer of the steps that lies in the arena
   std::unique_ptr<DeviceBytes> device_;  // records, words, counters of all slots
 };
 

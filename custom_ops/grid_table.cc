@@ -8,7 +8,7 @@
 namespace tf_stitch {
 namespace {
 
-constexpr int kBaseShift = 48;              // an address word is base << kBaseShift | offset
+constexpr int kBaseShift = 48;               // an address word is base << kBaseShift | offset
 constexpr int64_t kMost = int64_t{1} << 30;  // blocks of a phase, words
 
 class TableMaker {
@@ -77,7 +77,8 @@ bool MakeGridTable(const Program& program, const Plan& plan, const Grid& grid, G
     step += count;
     if (maker.blocks()) before = maker.blocks();
   }
-  table->records.resize(table->records.size() + 2, {static_cast<int32_t>(table->first_record.size()), 0, 0, 0, 0, 0, 0, 0});
+  table->records.resize(table->records.size() + 2,
+                        {static_cast<int32_t>(table->first_record.size()), 0, 0, 0, 0, 0, 0, 0});
   return true;
 }
 

@@ -96,8 +96,7 @@ class Parser {
     static constexpr std::pair<const char*, Method> kSections[] = {
         {"names", &Parser::Names},     {"symbols", &Parser::Symbols}, {"expressions", &Parser::Exprs},
         {"buffers", &Parser::Buffers}, {"steps", &Parser::Steps},     {"guards", &Parser::Guards},
-        {"code", &Parser::CodeBlobs},  {"text", &Parser::Text},
-        {"grids", &Parser::Grids}};
+        {"code", &Parser::CodeBlobs},  {"text", &Parser::Text},       {"grids", &Parser::Grids}};
     Reader all(payload);
     for (uint8_t tag = kNames; tag <= kGrids; ++tag) {
       const auto& [name, read] = kSections[tag - kNames];

@@ -12,7 +12,7 @@
 namespace tf_stitch {
 namespace {
 
-constexpr size_t kMinLaunches = 3;  // fewer are launched as fast one by one
+constexpr size_t kMinLaunches = 3;           // fewer are launched as fast one by one
 constexpr size_t kSeen = 16;                 // sets of addresses remembered for when they come again
 constexpr int kMissesBeforeUpdates = 4;      // addresses that never come again get graphs too
 constexpr size_t kLongestLabel = 400;        // of a launch in the profiler, about
@@ -104,7 +104,7 @@ bool CudaPlan::AddGrid(size_t grid) {
                      code_->max_shared_bytes_of_grid(grid), kInstances, &error);
   if (!error.empty()) cuda::Note("tf_stitch: the steps of '" + g.kernel + "' are launched one by one: " + error + ".");
   if (!made) return false;
-  Launch launch{g.first,        g.end,          made->kernel(),      nullptr, words_.size(), nullptr,
+  Launch launch{g.first,        g.end,           made->kernel(),      nullptr, words_.size(), nullptr,
                 made->blocks(), made->threads(), made->shared_bytes()};
   words_.resize(words_.size() + made->words());
   launch.grid = std::move(made);
@@ -300,8 +300,7 @@ std::string CudaPlan::Readdress(const std::vector<void*>& memory, bool* usable) 
     std::string error = MakeGraph(memory);
     if (!error.empty()) return error;
   }
-  bool full =
-      instances_.size() >= kInstances || g_graph_nodes + static_cast<int64_t>(nodes_.size()) > kMaxGraphNodes;
+  bool full = instances_.size() >= kInstances || g_graph_nodes + static_cast<int64_t>(nodes_.size()) > kMaxGraphNodes;
   if (!full) return NewInstance(memory);
   if (instances_.empty()) {
     *usable = false;
@@ -424,8 +423,8 @@ std::string CudaPlan::Update(Instance* instance, const std::vector<void*>& memor
     bool moved = (l.workspace_bytes() && workspace_moved) || (l.grid && fresh && instance->slot);
     for (size_t k = l.step; k < l.end && !moved; ++k) {
       const std::vector<uint32_t>& buffers = program_.steps[k].buffers;
-      moved = std::any_of(buffers.begin(), buffers.end(),
-                          [&](uint32_t id) { return instance->memory[id] != memory[id]; });
+      moved =
+          std::any_of(buffers.begin(), buffers.end(), [&](uint32_t id) { return instance->memory[id] != memory[id]; });
     }
     if (!moved) continue;
     cuda::Result result;

@@ -99,13 +99,13 @@ class CudaPlan : public PlanExtra {
 
  private:
   struct Launch {
-    size_t step, end;                       // its steps; more than one for a grid
-    cuda::Function kernel;                  // null: a library step
-    std::unique_ptr<LibraryWork> library;   // of a library step
-    size_t first_word;                      // of the kernel's parameter block in words_
-    std::unique_ptr<CudaGrid> grid;         // null: no grid
-    unsigned blocks, threads, shared_bytes; // of a kernel
-    int64_t counters_at = 0;                // of a grid: its counters in the workspace
+    size_t step, end;                        // its steps; more than one for a grid
+    cuda::Function kernel;                   // null: a library step
+    std::unique_ptr<LibraryWork> library;    // of a library step
+    size_t first_word;                       // of the kernel's parameter block in words_
+    std::unique_ptr<CudaGrid> grid;          // null: no grid
+    unsigned blocks, threads, shared_bytes;  // of a kernel
+    int64_t counters_at = 0;                 // of a grid: its counters in the workspace
 
     size_t workspace_bytes() const { return library ? library->workspace_bytes() : 0; }
   };

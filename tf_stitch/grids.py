@@ -12,8 +12,8 @@ from dataclasses import replace
 from .codegen.grid import GridKernel, emit_grid
 from .codegen.unit import SEPARATOR
 from .fusion import cost
-from .fusion.runs import Run, arrange
 from .fusion.planner import Planned
+from .fusion.runs import Run, arrange
 from .ir.graph import Graph
 from .program.program import AliasStep, Grid, KernelStep, Program
 from .schedule.target import Target

@@ -55,7 +55,8 @@ void PlanAll(const tf_stitch::Program& program, std::mt19937_64* rng) {
       tf_stitch::GridTable table;
       if (!plan->usable || !tf_stitch::MakeGridTable(program, *plan, g, &table)) continue;
       for (const tf_stitch::GridRecord& r : table.records) {
-        if (r.words < 0 || static_cast<size_t>(r.words + r.count) > table.words.size() || r.addresses > r.count) abort();
+        if (r.words < 0 || static_cast<size_t>(r.words + r.count) > table.words.size() || r.addresses > r.count)
+          abort();
         if (r.begin > r.end || r.end > table.most_blocks || r.kernel < 0) abort();
       }
     }

@@ -2,12 +2,12 @@
 // graphs run in a random order that their edges allow.  Replayed results must equal launched ones bit for bit.
 //
 //   replay_graphs SEED FILE...     the files hold programs over float32 [n, n], with code for sm_90
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <algorithm>
 #include <map>
 #include <random>
 #include <sstream>
@@ -388,5 +388,6 @@ int main(int argc, char** argv) {
   Must(cuda::g_alive == 0, "graphs or streams are left over");
   const Counters& c = GlobalCounters();
   printf("%lld launched, %lld made, %lld updated, %lld saved\n", static_cast<long long>(c.graph_launches),
-         static_cast<long long>(c.graph_instances), static_cast<long long>(c.graph_updates), static_cast<long long>(saved));
+         static_cast<long long>(c.graph_instances), static_cast<long long>(c.graph_updates),
+         static_cast<long long>(saved));
 }

@@ -30,7 +30,8 @@ from ..codegen.unit import translation_unit
 from ..errors import CompileError, DeviceError
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
-from ..program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program
+from ..program.program import AliasStep, Buffer, Grid, KernelStep, LibraryStep, Program
+from ..program.table import make_table
 from . import pieces
 from .cache import Cache, first_error, key_of
 from .host import bind, call_library, usable_cores
@@ -301,8 +302,14 @@ class Loaded:
 
     def launch(self) -> None:
         """Runs all steps; library steps run on the host."""
-        for step in self.program.steps:
-            if isinstance(step, KernelStep):
+        grids = {g.first: g for g in self.program.grids}
+        inside = {i for g in self.program.grids for i in range(g.first, g.end)}
+        for i, step in enumerate(self.program.steps):
+            if i in grids:
+                self.launch_grid(grids[i])
+            elif i in inside:
+                continue
+            elif isinstance(step, KernelStep):
                 self.launch_kernel(step)
             elif isinstance(step, LibraryStep):
                 self._call(step)
@@ -334,6 +341,36 @@ class Loaded:
         words = [self._address(b) for b in step.buffers] + [*self._concrete(step.dims), blocks]
         argument = np.array(words, np.int64 if min(words) < 0 else np.uint64)
         return functools.partial(function, argument, block=(step.threads, 1, 1), grid=(blocks, 1), shared=shared)
+
+    def launch_grid(self, grid: Grid) -> None:
+        """Enqueues a grid kernel, once for each phase: PyCUDA makes no cooperative launches."""
+        holders = self.program.holders()
+        place = {i: (1 + grid.bases.index(holders[i]), 0) if i in holders else (0, self._address(i))
+                 for s in self.program.steps[grid.first:grid.end] for i in getattr(s, "buffers", ())}
+        table = make_table(self.program, grid, self.env, place.__getitem__)
+        if not table.phases:
+            return
+        assert self.module is not None
+        function = self.module.get_function(grid.kernel)
+        if table.shared_bytes > 40 * 1024:
+            function.set_attribute(self.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, table.shared_bytes)
+        records, words = (self._on_device(x) for x in (table.records, table.words))
+        bases = [0, *(self._address(b) for b in grid.bases)]
+        for phase in range(table.phases):
+            argument = np.array([int(records), int(words), 0, table.first_of(phase), phase + 1, *bases], np.uint64)
+            function(argument, block=(self._threads(grid), 1, 1), grid=(table.most_blocks, 1),
+                     shared=table.shared_bytes)
+        self.driver.Context.synchronize()  # before the table is freed
+
+    def _threads(self, grid: Grid) -> int:
+        (threads,) = {s.threads for s in self.program.steps[grid.first:grid.end] if isinstance(s, KernelStep)}
+        return threads
+
+    def _on_device(self, array: np.ndarray) -> Any:
+        memory = self.driver.mem_alloc(max(array.nbytes, 16))
+        if array.nbytes:
+            self.driver.memcpy_htod(memory, array.reshape(-1).view(np.uint8))
+        return memory
 
     def _call(self, step: LibraryStep) -> None:
         arrays = [self.read(b).reshape(-1) for b in step.buffers]

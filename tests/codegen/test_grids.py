@@ -1,0 +1,243 @@
+"""Grid kernels: which steps share a phase, one text for siblings, and phases run through the host's header."""
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.codegen.support import fenced, fences_hold
+from tests.ir_graphs import assert_matches, random_case, random_inputs
+from tf_stitch import compiler, grids
+from tf_stitch.backend import cuda, host
+from tf_stitch.codegen.siblings import share_texts
+from tf_stitch.codegen.unit import translation_unit
+from tf_stitch.fusion.runs import arrange
+from tf_stitch.ir import dims as D
+from tf_stitch.ir import interp
+from tf_stitch.ir.builder import Builder
+from tf_stitch.ir.dtypes import DTYPES
+from tf_stitch.program import serialize
+from tf_stitch.program.program import KernelStep, LibraryStep
+from tf_stitch.program.table import make_table
+from tf_stitch.schedule.target import CUDA
+
+# Every node a kernel of its own: many steps, many phases.
+TARGET = replace(CUDA, block_work=64, min_blocks=4)
+
+
+def unrolled(rounds: int = 6, rows: int = 8, width: int = 32):
+    """A recurrence over slices of an input, two chains that do not depend on each other, and their sum."""
+    b = Builder()
+    x = b.param((rows, rounds, width), "float32", "x")
+    w = b.param((width, width), "float32", "w")
+    ends = []
+    for order in (range(rounds), reversed(range(rounds))):
+        h = None
+        for t in order:
+            part = b.reshape(b.slice(x, (0, t, 0), (rows, 1, width)), (rows, width))
+            h = part if h is None else b.ew("add", part, b.ew("tanh", b.dot(h, w, contract=((1,), (0,)))))
+        ends.append(h)
+    return b.finish([b.ew("add", *ends)])
+
+
+# --- which steps share a phase -----------------------------------------------------------------------
+
+@st.composite
+def dags(draw):
+    n = draw(st.integers(1, 24))
+    after = [frozenset(draw(st.sets(st.integers(0, i - 1), max_size=3))) if i else frozenset() for i in range(n)]
+    return after, draw(st.lists(st.booleans(), min_size=n, max_size=n))
+
+
+@given(dags())
+@settings(max_examples=300, deadline=None)
+def test_runs_keep_the_order_and_share_phases(case):
+    after, joins = case
+    runs = arrange(after, joins)
+    done: set[int] = set()
+    for run in runs:
+        for phase in run.phases:
+            for s in phase:
+                assert after[s] <= done, "a step runs before one that it depends on, or beside it"
+            done.update(phase)
+        assert len(run.steps) == 1 or all(joins[s] for s in run.steps)
+        if len(run.steps) > 1:  # no step could be a phase earlier
+            level = {s: p for p, phase in enumerate(run.phases) for s in phase}
+            assert all(p == max((level[t] + 1 for t in after[s] if t in level), default=0) for s, p in level.items())
+    assert sorted(done) == list(range(len(after)))
+    assert len(runs) <= len(after)
+
+
+def test_steps_that_wait_for_nobody_join_one_run():
+    # kernels 0, 1, 2; calls 3 and 4 behind 0 and 1; kernels 5 and 6 behind those
+    runs = arrange([frozenset()] * 3 + [frozenset({0}), frozenset({1}), frozenset({3}), frozenset({4, 5})],
+                   [True, True, True, False, False, True, True])
+    assert [r.phases for r in runs] == [((0, 1, 2),), ((3,),), ((4,),), ((5,), (6,))]
+
+
+# --- one text for siblings ---------------------------------------------------------------------------
+
+def _kernels(graph):
+    return [k for k in compiler.lay_out(graph, CUDA)[1] if hasattr(k, "dims")]
+
+
+def test_rounds_of_an_unrolled_loop_share_texts():
+    few, many = (compiler.build_program(unrolled(rounds), CUDA) for rounds in (4, 9))
+    (grid,) = many.grids
+    assert len(grid.bodies) <= len(few.grids[0].bodies) + 1
+    assert len(grid.phases) > len(few.grids[0].phases)
+    assert max(grid.phases) >= 2, "the two chains do not depend on each other"
+
+
+def test_siblings_take_what_differs_as_dims():
+    kernels = _kernels(unrolled())
+    texts = {k.name: k.text for k in kernels}
+    for k in kernels:
+        declared = int(re.search(r"TS_KERNEL\(\w+, \d+, (\d+)\)", texts[k.name])[1])
+        assert declared == len(k.dims) == texts[k.name].count("TS_DIM(")
+    assert share_texts(kernels) == kernels, "what is shared already stays as it is"
+
+
+# --- phases through the host's header ----------------------------------------------------------------
+
+class OnHost:
+    """A program's steps and grids, run one after the other from one compiled text."""
+
+    def __init__(self, program, dll):
+        self.program, self.dll, self.holders = program, dll, program.holders()
+
+    def run(self, inputs, blocks):
+        """Outputs; ``blocks`` thread blocks take turns in a grid (0: its steps run one by one)."""
+        p = self.program
+        env = host.bind(p, inputs)
+        sizes = [int(np.prod([D.evaluate(d, env) for d in b.shape], dtype=np.int64)) * DTYPES[b.dtype].size
+                 for b in p.buffers]
+        self.offset, at = {}, 0
+        for i, size in enumerate(sizes):
+            if i not in self.holders:
+                self.offset[i], at = at, at + -(-size // 64) * 64 + 64
+        self.arena, self.around = fenced(at)
+        self.memory = {i: np.ascontiguousarray(inputs[p.buffers[i].index]).reshape(-1).view(np.uint8).copy()
+                       if p.buffers[i].kind == "input" else np.full(sizes[i] + 64, 0xFF, np.uint8)
+                       for i in set(self.holders.values())}
+        starts = {g.first: g for g in p.grids} if blocks else {}
+        inside = {i for g in starts.values() for i in range(g.first, g.end)}
+        for i, step in enumerate(p.steps):
+            if i in starts:
+                self._grid(starts[i], env, blocks)
+            elif isinstance(step, KernelStep) and i not in inside:
+                self._step(step, env)
+            elif isinstance(step, LibraryStep):
+                arrays = [self._view(b, env) for b in step.buffers]
+                host.call_library(step, arrays, env)
+        assert fences_hold(self.arena, self.around)
+        outputs = sorted((b.index, i) for i, b in enumerate(p.buffers) if b.kind == "output")
+        return [self._view(i, env).reshape([D.evaluate(d, env) for d in p.buffers[i].shape]).copy()
+                for _, i in outputs]
+
+    def _address(self, i):
+        return self.memory[self.holders[i]].ctypes.data if i in self.holders else (
+            self.arena.ctypes.data + self.offset[i])
+
+    def _view(self, i, env):
+        b = self.program.buffers[i]
+        size = int(np.prod([D.evaluate(d, env) for d in b.shape], dtype=np.int64)) * DTYPES[b.dtype].size
+        base = self.memory[self.holders[i]] if i in self.holders else self.arena[self.offset[i]:]
+        return base[:size].view(DTYPES[b.dtype].numpy)
+
+    def _step(self, step, env):
+        buffers = (ctypes.c_void_p * max(len(step.buffers), 1))(*map(self._address, step.buffers))
+        dims = (ctypes.c_int64 * max(len(step.dims), 1))(*(D.evaluate(d, env) for d in step.dims))
+        blocks = D.evaluate(step.blocks, env)
+        problem = (ctypes.c_int64 * 3)(ctypes.addressof(buffers), ctypes.addressof(dims), blocks)
+        shared, status = fenced(D.evaluate(step.shared_bytes, env))[0], ctypes.c_int32(0)
+        getattr(self.dll, step.kernel)(problem, ctypes.c_int64(0), ctypes.c_int64(blocks),
+                                       ctypes.c_void_p(shared.ctypes.data), ctypes.byref(status))
+        assert status.value == 0
+
+    def _grid(self, grid, env, blocks):
+        def place(i):
+            return (1 + grid.bases.index(self.holders[i]), 0) if i in self.holders else (0, self.offset[i])
+
+        table = make_table(self.program, grid, env, place)
+        if not table.phases:
+            return
+        counters = np.zeros(table.phases + 1, np.uint32)
+        parameter = np.array([table.records.ctypes.data, table.words.ctypes.data, counters.ctypes.data, 0,
+                              table.phases, self.arena.ctypes.data, *(self._address(b) for b in grid.bases)], np.int64)
+        shared, around = fenced(table.shared_bytes)
+        status = ctypes.c_int32(0)
+        getattr(self.dll, grid.kernel)(ctypes.c_void_p(parameter.ctypes.data), ctypes.c_int64(blocks),
+                                       ctypes.c_void_p(shared.ctypes.data), ctypes.byref(status))
+        assert status.value == 0 and fences_hold(shared, around)
+        before = table.records[:-2, 7]
+        assert all(counters[r[0]] == min(blocks, r[7]) for r in table.records[:-2] if r[0]), "somebody would wait on"
+        assert len(before)
+
+
+def _compiled(programs):
+    """One library of the texts of many programs."""
+    texts = dict.fromkeys(part for p in programs for part in p.text.split("\n//\n"))
+    return host.load_code(host.compile_text(translation_unit("\n".join(texts), "host"))[host.native_level()])
+
+
+def test_random_graphs_in_phases():
+    cases = [(seed, random_case(seed)) for seed in range(30_000, 30_060)]
+    made = []
+    for seed, case in cases:
+        program, kernels = compiler.lay_out(case.graph, TARGET)
+        plain = replace(program, grids=[], text=compiler.join_texts(k for k in kernels if hasattr(k, "dims")))
+        last = next((i for i, s in enumerate(plain.steps) if not isinstance(s, KernelStep | LibraryStep)),
+                    len(plain.steps))
+        joined, _ = grids.join_steps(plain, [isinstance(s, KernelStep) for s in plain.steps[:last]])
+        if joined.grids:
+            made.append((seed, case, joined))
+    assert len(made) > 8
+    dll = _compiled([p for _, _, p in made])
+    compared = 0
+    for seed, case, program in made:
+        assert serialize.loads(serialize.dumps(program)) == program
+        for trial in range(2):
+            inputs = random_inputs(case.graph, seed * 10 + trial)
+            try:
+                env = case.graph.bind(inputs)
+                if not all(guard.holds(env) for guard in case.graph.guards):
+                    continue
+                want = interp.run(case.graph, inputs)
+            except (ValueError, IndexError):
+                continue
+            on_host = OnHost(program, dll)
+            alone = on_host.run(inputs, 0)
+            assert_matches(case, want, alone, slack=2.0)
+            for blocks in (1, 3, 64):
+                for x, y in zip(alone, on_host.run(inputs, blocks), strict=True):
+                    np.testing.assert_array_equal(x, y)
+            compared += 1
+    assert compared > len(made)
+
+
+@pytest.mark.parametrize("rounds", [3, 8])
+def test_an_unrolled_loop_in_phases(rounds):
+    graph = unrolled(rounds)
+    program = compiler.build_program(graph, TARGET)
+    assert program.grids
+    inputs = [np.random.default_rng(rounds).standard_normal(p.shape).astype(np.float32) for p in graph.params]
+    (want,) = interp.run(graph, inputs)
+    on_host = OnHost(program, _compiled([program]))
+    for blocks in (0, 1, 5, 200):
+        (got,) = on_host.run(inputs, blocks)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(not cuda.shutil.which("nvcc"), reason="needs nvcc")
+def test_what_phases_hand_over_is_read_coherently(monkeypatch, tmp_path):
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    program = compiler.build_program(unrolled(), CUDA)
+    ptx = cuda.compile_text(program.text, ("compute_90",))["compute_90"].decode()
+    assert f".entry {program.grids[0].kernel}" in ptx
+    assert "ld.global.nc" not in ptx and "red.release.gpu" in ptx and "fence.acq_rel.gpu" in ptx
