@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 
 import pytest
@@ -16,7 +17,7 @@ from tf_stitch.ir.graph import Guard, SymbolSource
 from tf_stitch.program import serialize
 from tf_stitch.program.program import Buffer, Program
 
-ALL = [programs.axpb, programs.chain, programs.rowsum, programs.gather, programs.reshape, programs.fill,
+ALL = [programs.axpb, programs.chain, programs.phased, programs.rowsum, programs.gather, programs.reshape, programs.fill,
        programs.matmul]
 
 
@@ -139,6 +140,29 @@ def test_what_the_op_refuses(change, message):
     program = programs.axpb()
     change(program)
     assert message in runtime.check_program(serialize.dumps(program))
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"first": 1, "phases": (1,) * 5}, "a grid has a step whose kernel it does not hold"),
+    ({"bodies": ("t_axpb",)}, "a grid has a step whose kernel it does not hold"),
+    ({"bases": (0, 1, 2)}, "a grid lacks the base of a buffer"),
+    ({"phases": (3, 1, 1)}, "steps of a phase depend on each other"),
+    ({"phases": ()}, "a grid has no phases"),
+    ({"phases": (2, 2, 7)}, "step of a phase 6 does not exist"),
+    ({"first": 6}, "step 6 does not exist"),
+])
+def test_grids_that_the_op_refuses(changes, message):
+    program = programs.phased()
+    assert not runtime.check_program(serialize.dumps(program))
+    program.grids = [dataclasses.replace(program.grids[0], **changes)]
+    assert message in runtime.check_program(serialize.dumps(program))
+
+
+def test_grids_that_overlap_are_refused():
+    program = programs.phased()
+    whole = program.grids[0]
+    program.grids = [whole, dataclasses.replace(whole, first=4, phases=(1,))]
+    assert "its grids overlap" in runtime.check_program(serialize.dumps(program))
 
 
 def test_other_versions_and_other_bytes():
