@@ -445,7 +445,7 @@ int main(int argc, char** argv) {
       Must(m.code != nullptr, error);
       m.plan = MakePlan(m.program, Signature(2 * m.program.inputs.size(), i % 2 ? 5 : 3));
       Must(m.plan->usable, m.plan->why_not);
-      m.plan->extra = std::make_unique<CudaPlan>(m.program, *m.plan, m.code, false);
+      m.plan->extra = std::make_unique<CudaPlan>(m.program, *m.plan, m.code, false, /*grids=*/true);
       m.ready = static_cast<CudaPlan*>(m.plan->extra.get());
       Must(m.ready->error().empty(), m.ready->error());
       m.work = std::make_unique<CudaWork>(m.program, *m.plan, *m.ready);

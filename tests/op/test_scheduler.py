@@ -16,8 +16,8 @@ from tf_stitch.program import serialize
 ROOT = Path(__file__).resolve().parent.parent.parent
 SANITIZERS = ("address,undefined", "thread")
 POLICY = ("coalescer", "scheduler", "estimates", "flat_json")
-CUDA = (*POLICY, "autotune", "program", "plan", "cuda_code", "library_cuda", "runtime_cuda", "superkernel_cuda",
-        "coalesce_cuda")
+CUDA = (*POLICY, "autotune", "program", "plan", "cuda_code", "library_cuda", "runtime_cuda", "cuda_grid", "grid_table",
+        "superkernel_cuda", "coalesce_cuda")
 
 
 def build(folder: Path, main: str, sources: tuple[str, ...], sanitizer: str) -> Path:
