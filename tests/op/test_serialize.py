@@ -17,8 +17,8 @@ from tf_stitch.ir.graph import Guard, SymbolSource
 from tf_stitch.program import serialize
 from tf_stitch.program.program import Buffer, Program
 
-ALL = [programs.axpb, programs.chain, programs.phased, programs.rowsum, programs.gather, programs.reshape, programs.fill,
-       programs.matmul]
+ALL = [programs.axpb, programs.chain, programs.phased, programs.rowsum, programs.gather, programs.reshape,
+       programs.fill, programs.matmul]
 
 
 @pytest.mark.parametrize("make", ALL)
