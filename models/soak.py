@@ -37,6 +37,7 @@ from tf_stitch.bench import machine
 from tf_stitch.errors import OptionError
 from tf_stitch.saved_model import relative_error
 from tf_stitch.serving import scheduler
+from tf_stitch.serving.dispatcher import THREAD_NAME
 from tf_stitch.serving.load import TOLERANCE
 from tf_stitch.serving.policies import Model
 
@@ -396,11 +397,11 @@ def _right_of(samples: Sequence[Inputs], answers: Sequence[Sequence[Inputs]]) ->
 def held(subjects: Sequence[Subject], seconds: float, *, clients: int = 8, seed: int = 0, **options: Any
          ) -> dict[str, Any]:
     """The report of a soak of a new session, which is closed at its end."""
-    threads = threading.active_count()
     with tf_stitch.StitchSession(**options) as session:
         report = Soak(session, subjects, clients, seed).run(seconds)
-    if threading.active_count() > threads:
-        report["problems"].append(f"{threading.active_count() - threads} threads are left.")
+    left = sum(t.name.startswith(THREAD_NAME) for t in threading.enumerate())
+    if left:
+        report["problems"].append(f"{left} threads are left.")
     return report
 
 

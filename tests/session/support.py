@@ -7,9 +7,15 @@ import numpy as np
 import tensorflow as tf
 
 import tf_stitch
+from tf_stitch.serving.dispatcher import THREAD_NAME
 
 NATIVE = tf_stitch.Options(levels=())  # code for this machine only builds faster
 WIDTH = 8
+
+
+def workers() -> int:
+    """Threads of sessions that are there."""
+    return sum(t.name.startswith(THREAD_NAME) for t in threading.enumerate())
 
 
 def scaled(factor: float):

@@ -18,7 +18,7 @@ from tf_stitch.serving import scheduler
 from tf_stitch.serving.model import place
 
 from .marks import BOTH
-from .support import NATIVE, WIDTH, check, rows, scaled, want
+from .support import NATIVE, WIDTH, check, rows, scaled, want, workers
 
 
 def saved(function, folder):
@@ -451,11 +451,11 @@ def test_close_answers_what_it_took():
     session = tf_stitch.StitchSession(coalesce=False, threads=2, reserve=0, options=NATIVE)
     session.add("a", scaled(2.0))
     futures = [session.submit("a", rows(i)) for i in range(50)]
-    threads = threading.active_count()
+    threads = workers()
     assert session.close() is True
     for i, future in enumerate(futures):
         check(future.result(0), 2.0, rows(i))
-    assert threading.active_count() == threads - 2
+    assert workers() == threads - 2
     with pytest.raises(tf.errors.UnavailableError, match="closed"):
         session.run("a", rows(0))
     with pytest.raises(tf.errors.UnavailableError, match="closed"):
@@ -475,13 +475,13 @@ def test_close_cancels_what_waits_too_long(gate):
 
 
 def test_dropped_session_gives_back_its_threads():
-    before = threading.active_count()
+    before = workers()
     session = tf_stitch.StitchSession(coalesce=False, threads=3)
     folder = session._folder
-    assert folder.is_dir() and threading.active_count() == before + 3
+    assert folder.is_dir() and workers() == before + 3
     del session
     gc.collect()
-    assert threading.active_count() == before and not folder.exists()
+    assert workers() == before and not folder.exists()
 
 
 # --- devices ----------------------------------------------------------------------------------------
@@ -550,9 +550,9 @@ def test_sessions_share_the_scheduler():
 
 
 def test_bad_scheduler_options():
-    threads = threading.active_count()
+    threads = workers()
     with pytest.raises(scheduler.SchedulerError, match="no_such_option"):
         tf_stitch.StitchSession(coalesce=True, threads=2, scheduler_options={"no_such_option": 1})
     with tf_stitch.StitchSession(coalesce=True, threads=2, scheduler_options={"max_pack": 8}) as session:
         assert session.coalesce  # the failed one left nothing behind
-    assert threading.active_count() == threads
+    assert workers() == threads

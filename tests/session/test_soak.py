@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 import tf_stitch
 from models import serving, soak
 
-from .support import NATIVE
+from .support import NATIVE, workers
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +19,13 @@ def subjects(tmp_path_factory):
 
 @pytest.mark.parametrize("coalesce", [False, True], ids=["plain", "coalescing"])
 def test_soak(subjects, coalesce):
-    threads = threading.active_count()
+    threads = workers()
     with tf_stitch.StitchSession(coalesce=coalesce, threads=16, options=NATIVE) as session:
         report = soak.Soak(session, subjects, clients=4, seed=3).run(3.0)
     assert report["problems"] == []
     for what in ("answered", "failed", "cancelled", "rejected by the queue", "versions swapped"):
         assert report["counts"].get(what, 0) > 0, what
-    assert threading.active_count() <= threads
+    assert workers() == threads
 
 
 def test_soak_notices_wrong_answers_and_counts(subjects):

@@ -23,6 +23,7 @@ import tensorflow as tf
 from .model import Endpoint, ServedModel
 from .tally import Tally
 
+THREAD_NAME = "tf_stitch_request"
 NO_SLO_S = 1.0  # how urgent requests without a deadline are, to order them with others
 now = time.perf_counter
 
@@ -84,7 +85,7 @@ class Dispatcher:
         self._waiters = 0
         self._accepts = True
         self._closed = False
-        self._workers = [threading.Thread(target=self._work, name=f"tf_stitch_{i}", daemon=True)
+        self._workers = [threading.Thread(target=self._work, name=f"{THREAD_NAME}_{i}", daemon=True)
                          for i in range(threads)]
         for worker in self._workers:
             worker.start()
