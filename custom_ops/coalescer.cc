@@ -39,7 +39,7 @@ bool Coalescer::Submit(std::shared_ptr<Request> request) {
   }
   if (verdict.kind == Policy::Verdict::kHeld) {
     requests_.emplace(request->id_, std::move(request));
-    changed_.notify_all();
+    Wake();
     return true;
   }
   if (verdict.kind == Policy::Verdict::kFull && !request->cancelled_) return false;  // stopping
@@ -55,9 +55,11 @@ bool Coalescer::Submit(std::shared_ptr<Request> request) {
 void Coalescer::Cancel(Request* request) {
   Lock lock(mu_);
   request->cancelled_ = true;
-  if (requests_.count(request->id_)) cancelled_.push_back(request->id_);
-  changed_.notify_all();
   room_.notify_all();
+  if (!requests_.count(request->id_)) return;
+  cancelled_.push_back(request->id_);
+  auto asleep = std::find_if(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.sleeps; });
+  if (asleep != lanes_.end()) WakeOne(&*asleep);
 }
 
 bool Coalescer::Drain(Micros timeout) {
@@ -72,7 +74,7 @@ void Coalescer::Stop() {
   {
     Lock lock(mu_);
     stopping_ = true;
-    changed_.notify_all();
+    Wake();
     room_.notify_all();
   }
   for (Lane& lane : lanes_) {
@@ -109,11 +111,35 @@ std::string Coalescer::estimates() {
 
 // --- lanes -----------------------------------------------------------------------------------------------
 
-void Coalescer::Sleep(Micros until, Lock* lock) {
+bool Coalescer::HasRoom(const Lane& lane) const {
+  return lane.pending.empty() || lane.ahead_us < static_cast<double>(options_.look_ahead);
+}
+
+// The issuer waits until it is woken, or until a time.
+void Coalescer::Sleep(Lane* lane, Micros until, Lock* lock) {
+  lane->sleeps = true;
   if (until == kNever) {
-    changed_.wait(*lock);
+    lane->woken.wait(*lock);
   } else {
-    changed_.wait_for(*lock, std::chrono::microseconds(std::max<Micros>(until - NowMicros(), 1)));
+    lane->woken.wait_for(*lock, std::chrono::microseconds(std::max<Micros>(until - NowMicros(), 1)));
+  }
+  lane->sleeps = false;
+}
+
+void Coalescer::WakeOne(Lane* lane) {
+  lane->sleeps = false;
+  lane->woken.notify_one();
+}
+
+// There may be something to issue: one lane of each kind has a look, and wakes the next when it leaves something.
+void Coalescer::Wake() {
+  bool looks[3] = {};
+  for (Lane& lane : lanes_) {
+    bool& one_looks = looks[static_cast<size_t>(lane.kind)];
+    if (stopping_) lane.has_pending.notify_all();
+    if (!lane.sleeps || (!stopping_ && (one_looks || !HasRoom(lane)))) continue;
+    one_looks = true;
+    WakeOne(&lane);
   }
 }
 
@@ -122,16 +148,15 @@ void Coalescer::Issue(size_t index) {
   Lock lock(mu_);
   while (!Over()) {
     AnswerCancelled(&lock);
-    bool room = lane.pending.empty() || lane.ahead_us < static_cast<double>(options_.look_ahead);
     Superkernel superkernel;
     Micros wake = kNever;
-    if (room && policy_.Next(lane.kind, NowMicros(), &superkernel, &wake)) {
+    if (HasRoom(lane) && policy_.Next(lane.kind, NowMicros(), &superkernel, &wake)) {
       Start(index, std::move(superkernel), &lock);
     } else if (!Over()) {
-      Sleep(wake, &lock);
+      Sleep(&lane, wake, &lock);
     }
   }
-  changed_.notify_all();
+  Wake();
 }
 
 void Coalescer::Start(size_t index, Superkernel superkernel, Lock* lock) {
@@ -143,6 +168,7 @@ void Coalescer::Start(size_t index, Superkernel superkernel, Lock* lock) {
     ++m.request->under_way_;
     members.push_back(std::move(m));
   }
+  if (policy_.any_ready()) Wake();  // for another lane
   lock->unlock();
   Micros begin = NowMicros();
   std::unique_ptr<Device::Ticket> ticket = device_->Issue(index, &members);
@@ -164,11 +190,12 @@ void Coalescer::Start(size_t index, Superkernel superkernel, Lock* lock) {
     Lane& lane = lanes_[index];
     lane.ahead_us += superkernel.estimate_us;
     lane.pending.push_back({std::move(superkernel), std::move(ticket)});
+    lane.has_pending.notify_one();
     ++pending_;
   } else {
     policy_.Finished(superkernel, static_cast<double>(std::max<Micros>(end - begin, 1)), end);
   }
-  changed_.notify_all();
+  Wake();
   Answer(&gone, lock);
 }
 
@@ -176,7 +203,7 @@ void Coalescer::Finish(size_t index) {
   Lane& lane = lanes_[index];
   Lock lock(mu_);
   while (true) {
-    changed_.wait(lock, [&] { return !lane.pending.empty() || Over(); });
+    lane.has_pending.wait(lock, [&] { return !lane.pending.empty() || Over(); });
     if (lane.pending.empty()) return;
     Device::Ticket* ticket = lane.pending.front().ticket.get();
     lock.unlock();
@@ -197,13 +224,13 @@ void Coalescer::Finish(size_t index) {
         TakeOut(request, &gone);
       }
     }
-    changed_.notify_all();
+    Wake();
     Answer(&gone, &lock);
     lock.unlock();
     done.ticket.reset();  // may give device resources back
     lock.lock();
     --pending_;
-    changed_.notify_all();
+    if (stopping_) Wake();
     room_.notify_all();
   }
 }
@@ -243,7 +270,7 @@ void Coalescer::Answer(Gone* gone, Lock* lock) {
   lock->lock();
   answering_ -= gone->size();
   room_.notify_all();
-  if (stopping_) changed_.notify_all();
+  if (stopping_) Wake();
 }
 
 void Coalescer::AnswerCancelled(Lock* lock) {

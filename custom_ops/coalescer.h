@@ -121,6 +121,8 @@ class Coalescer {
     LaneKind kind;
     std::deque<Pending> pending;
     double ahead_us = 0;  // estimated time of what is pending
+    bool sleeps = false;  // the issuer, until it is woken
+    std::condition_variable woken, has_pending;
     std::thread issuer, finisher;
   };
   using Gone = std::vector<std::shared_ptr<Request>>;
@@ -133,7 +135,10 @@ class Coalescer {
   void TakeOut(Request* request, Gone* gone);
   void Answer(Gone* gone, Lock* lock);
   void AnswerCancelled(Lock* lock);
-  void Sleep(Micros until, Lock* lock);
+  bool HasRoom(const Lane& lane) const;
+  void Sleep(Lane* lane, Micros until, Lock* lock);
+  void Wake();
+  void WakeOne(Lane* lane);
   bool Idle() const { return requests_.empty() && answering_ == 0; }
   bool Over() const { return stopping_ && Idle() && pending_ == 0; }
 
@@ -142,8 +147,7 @@ class Coalescer {
   const Micros started_;
 
   std::mutex mu_;
-  std::condition_variable changed_;  // something arrived, advanced, finished or stopped
-  std::condition_variable room_;     // a request has gone
+  std::condition_variable room_;  // a request has gone
   Estimates estimates_;
   Policy policy_;
   std::unordered_map<uint64_t, std::shared_ptr<Request>> requests_;

@@ -139,6 +139,7 @@ class Policy {
   // True while the next unit of a request waits.
   bool Waiting(uint64_t id) const;
 
+  bool any_ready() const { return !ready_.empty(); }
   size_t held() const { return entries_.size(); }
   double backlog_us() const;
   const DeviceStats& device_stats(Micros now);
