@@ -25,6 +25,7 @@ BLOCK_OVERHEAD = 300  # element operations that starting a block costs
 STAGE_OVERHEAD = 30
 FINE_WORK = 20_000  # element operations that are worth a core of their own
 PER_CYCLE = 24  # element operations that one host core does in a cycle, seen over typical kernels
+TURN, TURN_NS = 4, 200  # elements that a thread of a GPU loads before it waits, and how long that takes it
 DROPS = 16  # in how many steps, about, a GPU's block gives up all values that it may compute again
 IDLE = 0.25  # blocks that leave all multiprocessors idle but one would have to be so much faster
 OPS_PER_NS = 100  # element operations that a multiprocessor of a GPU does in a nanosecond
@@ -218,11 +219,16 @@ class Attempt:
         self.product_ns = 0.0
         if have_products(self.nodes, self.target):
             self.product_ns = block_ns(stages, self.kept, blocks, lambda d: _number(d, envs))
-            others = sum(_number(D.product(e for _, e in s.box), envs) * sum(self._stage_weight(s, envs))
-                         for s in stages if not any(map(is_product, s.items)))
+            others = sum(self._stage_ns(s, envs) for s in stages if not any(map(is_product, s.items)))
             idle = max(1 - blocks / self.target.cores, 0)
-            self.time = rounds * (self.product_ns + others / OPS_PER_NS) * (1 + IDLE * idle)
+            self.time = rounds * (self.product_ns + others) * (1 + IDLE * idle)
         return D.floordiv(cost, PER_CYCLE) + 1
+
+    def _stage_ns(self, s: Stage, envs: Sequence[Mapping[str, int]]) -> float:
+        """What a block of a GPU spends in a stage without products: its threads wait for what they load."""
+        many = _number(D.product(e for _, e in s.box), envs)
+        turns = -(-many // (self.target.threads * TURN))
+        return turns * TURN_NS + many * sum(self._stage_weight(s, envs)) / OPS_PER_NS
 
     def _count_bytes(self, stages: Sequence[Stage], envs: Sequence[Mapping[str, int]]) -> None:
         """Makes ``time`` and ``ideal`` at least what reading takes: one multiprocessor alone reads slowly."""

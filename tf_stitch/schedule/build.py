@@ -25,6 +25,7 @@ from .tile import Schedule, Tags, Tile, candidates, guess, product_tiles
 LINES = 128  # bytes that a block should own at least along a contiguous dim: two cache lines
 SERIAL = 3  # a group that takes this many times its ideal time is better split,
 SMALL_TIME = 200_000  # unless it takes less than this many element operations, about what a kernel costs to start
+MANY_NODES = 100  # of a part; then only tiles are tried that are likely to be good
 FEW_TILES = 2  # that are tried for products besides those made for them
 GOOD_ENOUGH = 1.2  # a tile that computes at most this many times the least work ends the search
 
@@ -135,7 +136,7 @@ def _build_part(nodes: list[Node], outputs: list[Node], target: Target, wanted: 
         return attempt(wanted.tile(primary.shape)).part
     tiles = _tiles(primary, nodes, target)
     if have_products(nodes, target):
-        made_for = product_tiles(primary.shape, target.cores, _is_chain(nodes))
+        made_for = product_tiles(primary.shape, target.cores, len(nodes) > MANY_NODES and _is_chain(nodes))
         tiles = itertools.chain(made_for, itertools.islice(tiles, FEW_TILES))
         return _product_part(attempt, tiles, _alike(nodes, outputs), known)
     best = _best(attempt, tiles, GOOD_ENOUGH).made
