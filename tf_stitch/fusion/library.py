@@ -19,6 +19,7 @@ from .call import DTYPES, TINY_WORK, LibraryCall, repeated_vector, through_views
 LIGHT_ELEMENTS = 1 << 15  # of one matrix that every block reads again and again: it should stay in the first cache
 # Up to so many multiply-adds, or rows, a kernel's product is no slower than a call; beyond, tensor cores pay.
 SMALL_WORK, FEW_ROWS = 1 << 24, 16
+UNKNOWN = 4  # times as many where the rows are unknown: there are usually fewer than are reckoned with
 
 
 def has_library(target: Any) -> bool:
@@ -54,8 +55,9 @@ def is_small(dot: Node, size_of: Callable[[Dim], int]) -> bool:
     matrix = D.product(dot.inputs[1].shape[a] for a in (*right, *contract))
     if not isinstance(matrix, int) or dot.dtype not in DTYPES:
         return False
-    rows = size_of(D.product(dot.inputs[0].shape[a] for a in left))
-    return rows <= FEW_ROWS or size_of(work_of(dot)) <= SMALL_WORK
+    rows = D.product(dot.inputs[0].shape[a] for a in left)
+    most = SMALL_WORK if isinstance(rows, int) else UNKNOWN * SMALL_WORK
+    return size_of(rows) <= FEW_ROWS or size_of(work_of(dot)) <= most
 
 
 # --- before planning -------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ class Attempt:
             self._count_bytes(stages, envs)
         self.product_ns = 0.0
         if have_products(self.nodes, self.target):
-            self.product_ns = block_ns(stages, self.kept, blocks, lambda d: _number(d, envs))
+            self.product_ns = block_ns(stages, self.kept, min(blocks, self.target.cores), lambda d: _number(d, envs))
             others = sum(self._stage_ns(s, envs) for s in stages if not any(map(is_product, s.items)))
             idle = max(1 - blocks / self.target.cores, 0)
             self.time = rounds * (self.product_ns + others) * (1 + IDLE * idle)

@@ -33,11 +33,14 @@ def have_products(nodes: Iterable[Node], target: Target) -> bool:
     return not target.is_host and any(n.op == "dot" for n in nodes)
 
 
-def block_ns(stages: Sequence[Stage], kept: Collection[Node], blocks: int, size: Callable[[Dim], int]) -> float:
-    """Nanoseconds that a block spends in stages of products; ``size`` gives the size of an unknown extent."""
+def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size: Callable[[Dim], int]) -> float:
+    """Nanoseconds that a block spends in stages of products while ``at_once`` blocks run.
+
+    ``size`` gives the size of an unknown extent.
+    """
     recent: dict[Node, int] = {}
     total = 0.0
-    far = min(EACH, TOTAL / max(blocks, 1))
+    far = min(EACH, TOTAL / max(at_once, 1))
     for s in stages:
         items = [i for i in s.items if is_product(i)]
         if not items:
