@@ -39,7 +39,7 @@ def program_of(node):
 def test_products_join_and_the_original_runs_on_a_cpu():
     def model():
         x = v1.placeholder(tf.float32, [None, 300], name="x")
-        w = v1.placeholder(tf.float32, [300, 400], name="w")
+        w = v1.placeholder(tf.float32, [300, 1000], name="w")
         h = tf.nn.gelu(tf.matmul(x, w) + 1.0)
         tf.nn.softmax(tf.matmul(h, w, transpose_b=True), name="y")
 
@@ -48,7 +48,7 @@ def test_products_join_and_the_original_runs_on_a_cpu():
     assert sum(isinstance(s, LibraryStep) for s in program_of(node).steps) == 2
     assert not [n for g in report.graphs for n in g.left]
     rng = np.random.default_rng(0)
-    feeds = {"x:0": rng.standard_normal((5, 300), np.float32), "w:0": rng.standard_normal((300, 400), np.float32)}
+    feeds = {"x:0": rng.standard_normal((5, 300), np.float32), "w:0": rng.standard_normal((300, 1000), np.float32)}
     np.testing.assert_allclose(run(out, ["y:0"], feeds)[0], run(graph, ["y:0"], feeds)[0], rtol=1e-4, atol=1e-6)
 
 
