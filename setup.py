@@ -27,6 +27,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 HOST_MAIN = "custom_ops/host_main.cc"
+FOR_PYTHON = ("grappler_hook.cc", "direct_call.cc")  # they call Python: not for servers
 WARNINGS = ["-Wall", "-Wextra"]
 FLAGS = ["-O2", "-g0", "-fPIC", "-DNDEBUG", "-pthread"]
 LIBRARIES = ["-l:libtensorflow_cc.so.2", "-ldl", "-pthread"]
@@ -61,6 +62,8 @@ def tensorflow_flags() -> tuple[list[str], list[str]]:
     compile_flags: list[str] = []
     for flag in given:
         compile_flags += ["-isystem", flag[2:]] if flag.startswith("-I") else [flag]
+        if flag.startswith("-I"):  # the eager runtime's headers need one that is not where they look
+            compile_flags += ["-isystem", f"{flag[2:]}/external/farmhash_archive/src"]
     return compile_flags, link_flags
 
 
@@ -212,7 +215,7 @@ class BuildHost(Command):
         pass
 
     def run(self) -> None:
-        ops = [ROOT / s for s in sources if not s.endswith("grappler_hook.cc")]  # the hook calls Python
+        ops = [ROOT / s for s in sources if not s.endswith(FOR_PYTHON)]
         host = [ROOT / HOST_MAIN, *sorted((ROOT / "custom_ops" / "host").glob("*.cc"))]
         Builder(ROOT / "build" / "custom_ops").build_host(ops, host, ROOT / "build" / "host")
 

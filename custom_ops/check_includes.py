@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NOT_SERVED = {"grappler_hook.cc", "host_main.cc"}  # as BUILD has it
+NOT_SERVED = {"direct_call.cc", "grappler_hook.cc", "host_main.cc"}  # as BUILD has it
 
 _CORE = "@org_tensorflow//tensorflow/core"
 TARGETS = {

@@ -16,11 +16,12 @@
 #include "tensorflow/core/grappler/grappler_item.h"
 #include "tensorflow/core/grappler/optimizers/custom_graph_optimizer.h"
 #include "tensorflow/core/grappler/optimizers/custom_graph_optimizer_registry.h"
+#include "tensorflow/core/grappler/utils.h"
 
 namespace {
 
-// Item id; graph (null: only asks whether the item is wanted); keep: names, each ended by '\n'; place for the answer.
-// Returns 0 when the item is not wanted.
+// Item id; graph (null: only asks whether the item is wanted); keep: names, each ended by '\n', with a '^' in front
+// when the node must only run; place for the answer. Returns 0 when the item is not wanted.
 using Rewriter = int (*)(const char* id, const char* graph, size_t graph_size, const char* keep, size_t keep_size,
                          void* answer);
 
@@ -57,6 +58,19 @@ GraphDef Annotated(const GrapplerItem& item) {
   return properties.AnnotateOutputShapes(&annotated).ok() ? annotated : graph;
 }
 
+// Names of the nodes that must stay.  A function's control outputs (its keep_ops) must run; nobody reads their data.
+std::string NodesToKeep(const GrapplerItem& item) {
+  bool is_function = false;
+  for (const NodeDef& node : item.graph.node()) is_function |= node.op() == "_Arg" || node.op() == "_Retval";
+  std::unordered_set<std::string> run;
+  if (is_function) run.insert(item.keep_ops.begin(), item.keep_ops.end());
+  for (const std::string& fetch : item.fetch) run.erase(NodeName(fetch));
+  for (const auto& feed : item.feed) run.erase(NodeName(feed.first));
+  std::string keep;
+  for (const std::string& name : item.NodesToPreserve()) keep += (run.count(name) ? "^" : "") + name + "\n";
+  return keep;
+}
+
 class StitchOptimizer : public CustomGraphOptimizer {
  public:
   absl::Status Init(const RewriterConfig_CustomGraphOptimizer*) override { return absl::OkStatus(); }
@@ -67,8 +81,7 @@ class StitchOptimizer : public CustomGraphOptimizer {
     *optimized = item.graph;
     Rewriter rewriter = g_rewriter.load();
     if (rewriter == nullptr || rewriter(item.id.c_str(), nullptr, 0, nullptr, 0, nullptr) == 0) return absl::OkStatus();
-    std::string keep;
-    for (const std::string& name : item.NodesToPreserve()) keep += name + "\n";
+    const std::string keep = NodesToKeep(item);
     const std::string graph = Annotated(item).SerializeAsString();
     Answer answer;
     rewriter(item.id.c_str(), graph.data(), graph.size(), keep.data(), keep.size(), &answer);

@@ -55,12 +55,26 @@ absl::Status SetOutputs(OpKernelContext* ctx, const std::vector<Tensor>& results
 
 }  // namespace
 
+constexpr char kNoFallback[] = "tf_stitch/no_fallback";  // a status payload
+
+absl::Status NoFallback() {
+  absl::Status status = absl::FailedPreconditionError("There is no function library to run a stitched fallback with.");
+  status.SetPayload(kNoFallback, absl::Cord());
+  return status;
+}
+
+bool IsNoFallback(const absl::Status& status) { return !status.ok() && status.GetPayload(kNoFallback).has_value(); }
+
 struct Fallback::State {
   FunctionLibraryRuntime::Options options;
   std::vector<Tensor> inputs, results;
 };
 
 void Fallback::Run(OpKernelContext* ctx, AsyncOpKernel::DoneCallback done) {
+  if (!ctx->function_library()) {
+    ctx->SetStatus(NoFallback());
+    return done();
+  }
   auto state = std::make_shared<State>();
   state->options.runner = ctx->runner();
   state->options.run_all_kernels_inline = ctx->run_all_kernels_inline();
@@ -82,8 +96,7 @@ void Fallback::Start(OpKernelContext* ctx, State* state, FunctionLibraryRuntime:
   ++GlobalCounters().fallbacks;
   FunctionLibraryRuntime* lib = ctx->function_library();
   FunctionLibraryRuntime::Handle handle = 0;
-  absl::Status status = lib ? Instantiate(lib, ctx, &handle)
-                            : absl::InternalError("No function library to run a stitched fallback with.");
+  absl::Status status = Instantiate(lib, ctx, &handle);
   for (int i = 0; i < ctx->num_inputs() && status.ok(); ++i) {
     state->inputs.push_back(ctx->input(i));
     if (!on_gpu_) continue;

@@ -12,6 +12,10 @@
 
 namespace tf_stitch {
 
+// The status of a run that would need the fallback where there is no function library to run it with.
+absl::Status NoFallback();
+bool IsNoFallback(const absl::Status& status);
+
 // A node's fallback function, instantiated once for each runtime that asks.
 //
 // On a GPU the function's operations are placed again (some may have CPU kernels only), and its arguments and results

@@ -2,6 +2,9 @@
 
     python -m models.call_cost [--workloads lr,w2v,rnn] [--times 100] [--no-xla] [--out models/results/call_cost.json]
 
+"stitched" is what a user of tf_stitch.function gets: the function's graph replayed without its executor where that can
+be.  "function" is the same short way in to the function itself, "long way" TensorFlow's own way in.
+
 "call" is the Python call alone (what it enqueues may still run on a GPU), "synced" the call and a device sync; both are
 medians over calls that each begin on an idle device.  "raw" calls the concrete function in TensorFlow's runtime with
 its inputs at hand, the least that any way in can do that runs the function.  "op" is what the stitched ops themselves
@@ -31,7 +34,7 @@ from .workload import Instance, Workload
 from .workloads import select
 
 Call = Callable[[], Any]
-WAYS = ("tensorflow", "xla", "stitched, long way", "stitched", "stitched, raw")
+WAYS = ("tensorflow", "xla", "stitched, long way", "stitched, raw", "stitched, function", "stitched")
 
 
 def _ways(workload: Workload, xla: bool) -> dict[str, tuple[Any, list[tf.Tensor]]]:
@@ -49,7 +52,22 @@ def _ways(workload: Workload, xla: bool) -> dict[str, tuple[Any, list[tf.Tensor]
     stitched, args = made["stitched"]
     made["stitched, long way"] = (lambda *a: fast_call._long_way(stitched, *a)), args
     made["stitched, raw"] = _raw(stitched, args), args
+    instance("stitched, function", _through_function)
     return {way: made[way] for way in WAYS if way in made}
+
+
+def _through_function(instance: Instance, signature: list[tf.TensorSpec]) -> Callable[..., Any]:
+    """The short way in with replays turned off."""
+    stitched = tf_stitch.function(instance.function, input_signature=signature)
+
+    def call(*args: tf.Tensor) -> Any:
+        os.environ["TF_STITCH_DIRECT_CALLS"] = "0"
+        try:
+            return stitched(*args)
+        finally:
+            del os.environ["TF_STITCH_DIRECT_CALLS"]
+
+    return call
 
 
 def _raw(function: Any, args: list[tf.Tensor]) -> Callable[..., Any]:

@@ -35,6 +35,8 @@ from tensorflow.python.pywrap_tfe import TFE_Py_TapeSetIsEmpty, TFE_Py_TapeSetPo
 from tensorflow.python.saved_model import save_context
 from tensorflow.python.util import traceback_utils
 
+from . import direct_call, hook
+
 CAPACITY = 512  # keys kept per function; one that meets more starts over
 LITERALS = frozenset({bool, int, float, str, type(None)})
 HANDLES = frozenset({dtypes.resource.as_datatype_enum, dtypes.variant.as_datatype_enum})
@@ -53,6 +55,7 @@ class _Route:
       concrete: what the route was made for; ``captures`` is what it captured then.
       outputs: how many tensors it returns.
       single: it returns one tensor and nothing around it.
+      direct: replays the function without its executor; None where that cannot be.
     """
 
     name: bytes
@@ -62,12 +65,13 @@ class _Route:
     captures: list[Any]
     outputs: int
     single: bool
+    direct: direct_call.Direct | None
 
 
 class _Routes(dict[tuple[Any, ...], "_Route | None"]):
     """The routes of one function, by key; None for a key that was seen once or has no route."""
 
-    traces = -1  # how many concrete functions there were when they were made
+    made_at = (-1, -1)  # how many concrete functions there were, and the version of the config
 
     def __reduce__(self) -> Any:
         return _Routes, ()  # a copy of the function starts anew
@@ -125,10 +129,10 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole = tuple(key)
     route = routes.get(whole)
     if route is not None:
-        inputs = _inputs(route, leaves)
-        if inputs is not None:
+        tensors = [_tensor(x) for x in leaves]
+        if _is_open(route, tensors):
             _told.called_without_tracing(function._key_for_call_stats)
-            return _run(route, inputs)
+            return _run(route, tensors)
     result = _long_way(function, *args, **kwargs)
     routes = _routes_of(function)
     routes[whole] = _find(function, args, kwargs, leaves) if whole in routes else None  # found when it comes again
@@ -138,10 +142,10 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _routes_of(function: Any) -> _Routes:
     """The routes; none after a new trace, which may fit arguments better than the one that they led to."""
     routes = function.__dict__.get("_tf_stitch_routes")
-    traces = len(function._function_cache)
-    if routes is None or routes.traces != traces or len(routes) > CAPACITY:
+    now = (len(function._function_cache), _config_version)
+    if routes is None or routes.made_at != now or len(routes) > CAPACITY:
         routes = function._tf_stitch_routes = _Routes()
-        routes.traces = traces
+        routes.made_at = now
     return routes
 
 
@@ -184,20 +188,21 @@ def _tensor(leaf: Any) -> Any:
     return leaf if type(leaf) is _EagerTensor else constant_op.convert_to_eager_tensor(leaf, context.context())
 
 
-def _inputs(route: _Route, leaves: list[Any]) -> list[Any] | None:
-    """What the function is run with; None when this call must take the long way after all."""
-    tensors = [_tensor(x) for x in leaves]
-    inputs = tensors if route.plain else [tensors[i] for i in route.order]
+def _is_open(route: _Route, leaves: list[Any]) -> bool:
+    """False when this call must take the long way after all: somebody replaced a capture, or forward accumulators
+    watch what the function reads.
+    """
     captured = route.concrete._captured_inputs
-    if len(captured) != len(route.captures) or not all(map(operator.is_, captured, route.captures)):
-        return None  # somebody replaced a capture
-    inputs = [*inputs, *captured]
-    return None if TFE_Py_TapeSetPossibleGradientTypes(inputs) else inputs
+    return (len(captured) == len(route.captures) and all(map(operator.is_, captured, route.captures))
+            and not TFE_Py_TapeSetPossibleGradientTypes(leaves) and not TFE_Py_TapeSetPossibleGradientTypes(captured))
 
 
-def _run(route: _Route, inputs: list[Any]) -> Any:
+def _run(route: _Route, leaves: list[Any]) -> Any:
     try:
-        outputs = context.context().call_function(route.name, inputs, route.outputs)
+        outputs = route.direct(leaves) if route.direct is not None else None
+        if outputs is None:
+            inputs = leaves if route.plain else [leaves[i] for i in route.order]
+            outputs = context.context().call_function(route.name, [*inputs, *route.captures], route.outputs)
     except Exception as error:
         _explain(route, error)
         raise AssertionError from error  # not reached
@@ -234,8 +239,22 @@ def _find(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: 
     if any(type(x) is not _EagerTensor for x in captures) or any(r.dtype.as_datatype_enum in HANDLES for r in results):
         return None
     order = tuple(number[id(x)] for x in inputs)
-    return _Route(concrete._inference_function.name, order, order == tuple(range(len(leaves))), concrete, captures,
-                  len(results), type(concrete.function_type.output) is TensorSpec)
+    name, tensors = concrete._inference_function.name, [_tensor(x) for x in leaves]
+    return _Route(name, order, order == tuple(range(len(leaves))), concrete, captures, len(results),
+                  type(concrete.function_type.output) is TensorSpec, _direct(concrete, order, captures, tensors))
+
+
+def _direct(concrete: Any, order: tuple[int, ...], captures: list[Any], tensors: list[Any]
+            ) -> direct_call.Direct | None:
+    """How to replay a concrete function: one for all shapes that lead to it."""
+    made = concrete.__dict__.setdefault("_tf_stitch_direct", {})
+    options = hook.generation()
+    key = (options, order, tuple(t.backing_device for t in tensors))
+    with_captures, direct = made.get(key, ((), None))
+    if len(with_captures) != len(captures) or not all(map(operator.is_, with_captures, captures)) or key not in made:
+        direct = direct_call.make(concrete._inference_function.name.decode(), options, order, captures, tensors)
+        made[key] = captures, direct
+    return direct
 
 
 def _look_up(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:

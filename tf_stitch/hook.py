@@ -128,11 +128,16 @@ def _arm() -> None:
     _use(ctx, config)
 
 
+def generation() -> str:
+    """What is turned on."""
+    return repr(_state.everything)
+
+
 def _generation(options: Any) -> None:
     """Marks the config with what is turned on: TensorFlow optimizes a function once per config."""
     for o in options.custom_optimizers:
         if o.name == OPTIMIZER:
-            o.parameter_map["everything"].s = repr(_state.everything).encode()
+            o.parameter_map["everything"].s = generation().encode()
 
 
 def _disarm() -> None:
@@ -218,15 +223,18 @@ def _rewrite(name: str, serialized: bytes, keep: tuple[str, ...]) -> bytes | Non
     """The stitched graph, or None when there is nothing to stitch."""
     from tensorflow.core.framework import graph_pb2
 
+    from . import direct_call
     from .graph.rewriter import rewrite
 
     everything = _state.everything
     graph = graph_pb2.GraphDef.FromString(serialized)
     if everything is None and MARK not in name and not any(map(_is_marked, graph.node)):
         return None
-    options = replace(everything or Options(levels=()), keep=keep)
+    options = replace(everything or Options(levels=()), keep=tuple(n for n in keep if not n.startswith("^")))
+    run = [n.removeprefix("^") for n in keep if n.startswith("^")]
     only = None if everything is not None or MARK in name else marked_nodes
-    result, report = rewrite(graph, options, functions=False, keep_ends=False, only=only)
+    result, report = rewrite(graph, options, functions=False, keep_ends=False, run=run, only=only)
+    direct_call.offer(name, generation(), result)
     if not report.clusters:
         return None
     _state.reports.append((name, report))

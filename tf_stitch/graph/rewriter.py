@@ -53,7 +53,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @_no_garbage_collection()
 def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, functions: bool = True,
-            keep_ends: bool = True, keep_in: Mapping[str, Iterable[str]] | None = None,
+            keep_ends: bool = True, keep_in: Mapping[str, Iterable[str]] | None = None, run: Iterable[str] = (),
             only: Callable[[graph_pb2.GraphDef], frozenset[str]] | None = None,
             progress: Progress | None = None) -> tuple[graph_pb2.GraphDef, Report]:
     """A rewritten copy of a graph, and what was done.
@@ -64,6 +64,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
       functions: rewrite the functions of the library too.
       keep_ends: nodes that nothing reads keep their names (they may be fetched).
       keep_in: names of nodes that must still be there, by function (``options.keep`` is for the main graph).
+      run: names of nodes of the main graph that must still be there and run; nobody reads what they give.
       only: picks the nodes of the main graph that may be stitched (None: all of them).
       progress: called with (steps done, steps in all, what was just done).
 
@@ -73,7 +74,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
     options, keep_in = Options.of(options), keep_in or {}
     out = graph_pb2.GraphDef()
     out.CopyFrom(graph_def)
-    places = [_place("", graph_def, None, options, keep_ends=keep_ends, keep=options.keep)]
+    places = [_place("", graph_def, None, options, keep_ends=keep_ends, keep=options.keep, run=run)]
     if functions:
         untouchable = _untouchable(graph_def)
         for fdef in graph_def.library.function:
@@ -114,8 +115,8 @@ def _check_whole(nodes: Iterable[node_def_pb2.NodeDef], source: graph_pb2.GraphD
 
 def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
            library: function_pb2.FunctionDefLibrary | None, options: Options, *, keep_ends: bool = False,
-           why: str | None = None, keep: Iterable[str] = ()) -> _Place:
-    view = None
+           why: str | None = None, keep: Iterable[str] = (), run: Iterable[str] = ()) -> _Place:
+    view, keep, run = None, frozenset(keep), frozenset(run)
     options = resolve(options, {n.device for n in _nodes_of(source)} - {""})
     if why is None:
         try:
@@ -123,11 +124,11 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
             if not any(n.op == OP for n in view):
                 source = read_before_gathers(source, view) if options.on_gpu else source
                 view = view if source is view.source else GraphView(source, library)
-                source = merge_reads(source, view, keep)
+                source = merge_reads(source, view, keep, run)
                 view = view if source is view.source else GraphView(source, library)
         except Exception as e:  # a graph that cannot be understood is left alone
             why = _sentence(e)
-    return _Place(name, source, view, options, keep_ends, why, frozenset(keep))
+    return _Place(name, source, view, options, keep_ends, why, keep, run | set(view.control_rets if view else ()))
 
 
 _IS_FALLBACK = "it is the fallback of a stitched op"
@@ -188,6 +189,7 @@ class _Place:
     keep_ends: bool
     why_untouched: str | None = None
     keep: frozenset[str] = frozenset()
+    run: frozenset[str] = frozenset()
     jobs: list[_Job] = field(default_factory=list)
     found: Found = field(default_factory=lambda: Found([], [], frozenset()))
     infos: list[NodeInfo] = field(default_factory=list)
@@ -251,7 +253,7 @@ class _Place:
         if self.keep_ends:
             keep |= {n.name for n in view if not view.consumers(n.name) and not view.control_consumers(n.name)}
         rets = view.rets if view.is_function else ()
-        return clusters.find(self.infos, self.options, keep, rets, view.control_rets, prune=view.is_function)
+        return clusters.find(self.infos, self.options, keep, rets, self.run, prune=view.is_function)
 
     def _job(self, c: Cluster) -> _Job:
         assert self.view is not None
@@ -294,6 +296,8 @@ class _Place:
                 result.append(_stitched_node(self.names[k], self.jobs[k], fallbacks[k], edit, self.options))
             if node.name in kept:
                 result.append(edit.stand_in(node.name))
+            elif node.name in moved_control and node.name in self.run and not self.view.is_function:
+                result.append(edit.must_run(node.name))
             elif node.name not in self.found.removed:
                 result.append(edit.node(node))
         _check_whole(result, self.source)
@@ -485,6 +489,10 @@ class _Edit:
         else:
             out.attr["T"].list.type.extend(types)
         return out
+
+    def must_run(self, name: str) -> node_def_pb2.NodeDef:
+        """A node of the old name that is done when the stitched op is."""
+        return node_def_pb2.NodeDef(name=name, op="NoOp", input=[self.control(name)], device=self.view[name].device)
 
     def function_ends(self, fdef: function_pb2.FunctionDef) -> None:
         """Points a function's results to where they are computed now."""

@@ -47,11 +47,11 @@ def read_before_gathers(source: graph_pb2.GraphDef | function_pb2.FunctionDef,
 
 
 def merge_reads(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView,
-                keep: Iterable[str] = ()) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
+                keep: Iterable[str] = (), run: Iterable[str] = ()) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
     """The same graph, or a copy in which a variable that the graph does not write to is read once.
 
     Only reads that wait for the same nodes are merged: no cycle can come of it.  Reads that nothing mentions any more
-    go, except those in ``keep``.
+    go, except those in ``keep``; in place of those in ``run``, which must only have run, there is a NoOp.
     """
     first: dict[tuple, str] = {}
     instead: dict[str, str] = {}
@@ -67,7 +67,8 @@ def merge_reads(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: Gra
     out.CopyFrom(source)
     is_function = isinstance(out, function_pb2.FunctionDef)
     nodes = out.node_def if is_function else out.node
-    mentioned = set(keep) | ({*out.control_ret.values(), *(r.split(":")[0] for r in out.ret.values())}
+    run = set(run) - set(keep)
+    mentioned = set(keep) | run | ({*out.control_ret.values(), *(r.split(":")[0] for r in out.ret.values())}
                              if is_function else set())
     for node in nodes:
         inputs = dict.fromkeys((k if not text.startswith("^") else -1, _renamed(text, instead))
@@ -75,7 +76,9 @@ def merge_reads(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: Gra
         node.input[:] = [text for _, text in inputs]
         mentioned.update(text.split(":")[0].removeprefix("^") for text in node.input)
     gone = set(instead) - mentioned
-    left = [node_def_pb2.NodeDef.FromString(n.SerializeToString()) for n in nodes if n.name not in gone]
+    left = [node_def_pb2.NodeDef(name=n.name, op="NoOp", device=n.device, input=[f"^{instead[n.name]}"])
+            if n.name in instead and n.name in run else node_def_pb2.NodeDef.FromString(n.SerializeToString())
+            for n in nodes if n.name not in gone]
     del nodes[:]
     nodes.extend(left)
     return out
