@@ -255,45 +255,63 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
   // Fills the place's inputs, with copies of those that lie in host memory and are used on the device, and of those
   // that do not begin where wide accesses can (a slice of a larger tensor may not).
   bool CopyInputs(OpKernelContext* ctx, cuda::Stream stream, Place* place, std::string* error) const {
-    std::vector<Tensor>& copies = place->copies;
-    std::vector<uint32_t> wanted = copied_;
+    std::vector<uint32_t> misaligned;
     for (int i = 0; i < ctx->num_inputs(); ++i) {
       const Tensor& input = ctx->input(i);
       place->memory.inputs.push_back(&input);
       if (input_memory_types()[i] == tensorflow::DEVICE_MEMORY && IsMisaligned(input)) {
-        wanted.push_back(static_cast<uint32_t>(i));
+        misaligned.push_back(static_cast<uint32_t>(i));
       }
     }
-    if (wanted.empty()) return true;
+    if (copied_.empty() && misaligned.empty()) return true;
     cuda::ScopedContext scope(code_->driver(), code_->context());
-    copies.reserve(wanted.size());
-    for (uint32_t i : wanted) {
+    place->copies.reserve(copied_.size() + misaligned.size());
+    if (!copied_.empty() && !CopyFromHost(ctx, stream, place, error)) return false;
+    for (uint32_t i : misaligned) {
       const Tensor& from = ctx->input(static_cast<int>(i));
-      copies.emplace_back();
-      absl::Status status = ctx->allocate_temp(from.dtype(), from.shape(), &copies.back());
+      Tensor to;
+      absl::Status status = ctx->allocate_temp(from.dtype(), from.shape(), &to);
       if (!status.ok()) return *error = std::string(status.message()), false;
-      cuda::Result result = Copy(from, input_memory_types()[static_cast<int>(i)], copies.back().data(), stream);
-      if (result) {
-        *error = cuda::Describe(code_->driver(), result) + " while copying input " + std::to_string(i);
-        return false;
-      }
-      place->memory.inputs[i] = &copies.back();
+      cuda::Result result = code_->driver().MemcpyDtoDAsync(to.data(), from.data(), from.TotalBytes(), stream);
+      if (result) return *error = CannotCopy(result, i), false;
+      place->copies.push_back(std::move(to));
+      place->memory.inputs[i] = &place->copies.back();
     }
     return true;
   }
 
-  static bool IsMisaligned(const Tensor& t) {
-    return t.TotalBytes() && reinterpret_cast<uintptr_t>(t.data()) % cuda::kMatmulAlignment;
+  // All inputs in host memory go to the device as one copy.
+  bool CopyFromHost(OpKernelContext* ctx, cuda::Stream stream, Place* place, std::string* error) const {
+    std::vector<int64_t> begins;
+    int64_t total = 0;
+    for (uint32_t i : copied_) {
+      begins.push_back(total);
+      int64_t bytes = static_cast<int64_t>(ctx->input(static_cast<int>(i)).TotalBytes());
+      total += (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+    }
+    Tensor all;
+    absl::Status status = ctx->allocate_temp(tensorflow::DT_UINT8, tensorflow::TensorShape({total}), &all);
+    std::vector<char> bytes(static_cast<size_t>(total));
+    for (size_t k = 0; k < copied_.size() && status.ok(); ++k) {
+      const Tensor& from = ctx->input(static_cast<int>(copied_[k]));
+      int64_t size = static_cast<int64_t>(from.TotalBytes());
+      if (size) memcpy(bytes.data() + begins[k], from.data(), static_cast<size_t>(size));
+      place->copies.emplace_back();
+      status = place->copies.back().BitcastFrom(all.Slice(begins[k], begins[k] + size), from.dtype(), from.shape());
+      place->memory.inputs[copied_[k]] = &place->copies.back();
+    }
+    if (!status.ok()) return *error = std::string(status.message()), false;
+    // From pageable memory, so that the driver has taken the bytes when the call returns.
+    cuda::Result result = total ? code_->driver().MemcpyHtoDAsync(all.data(), bytes.data(), bytes.size(), stream) : 0;
+    return !result || (*error = CannotCopy(result, copied_.front()), false);
   }
 
-  cuda::Result Copy(const Tensor& from, tensorflow::MemoryType memory, void* to, cuda::Stream stream) const {
-    size_t size = from.TotalBytes();
-    if (!size) return cuda::kSuccess;
-    if (memory == tensorflow::DEVICE_MEMORY) return code_->driver().MemcpyDtoDAsync(to, from.data(), size, stream);
-    // From pageable memory, so that the driver has taken the bytes when the call returns.
-    const char* data = static_cast<const char*>(from.data());
-    std::vector<char> bytes(data, data + size);
-    return code_->driver().MemcpyHtoDAsync(to, bytes.data(), size, stream);
+  std::string CannotCopy(cuda::Result result, uint32_t input) const {
+    return cuda::Describe(code_->driver(), result) + " while copying input " + std::to_string(input);
+  }
+
+  static bool IsMisaligned(const Tensor& t) {
+    return t.TotalBytes() && reinterpret_cast<uintptr_t>(t.data()) % cuda::kMatmulAlignment;
   }
 
   StitchedNode node_;

@@ -18,6 +18,7 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
 from .. import compiler
 from ..errors import StitchError
+from ..ir.dtypes import DTYPES
 from ..ir.graph import Graph
 from ..options import Options
 from ..program import serialize
@@ -26,7 +27,7 @@ from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
 from . import clusters, lower
 from .clusters import Cluster, Found, NodeInfo, Tensor
-from .devices import resolve
+from .devices import is_cpu, resolve
 from .importer import import_cluster
 from .variables import merge_reads, read_before_gathers
 from .view import GraphView
@@ -520,8 +521,8 @@ def _stitched_node(name: str, job: _Job, fallback: function_pb2.FunctionDef, edi
     node.attr["Tin"].list.SetInParent()
     node.attr["Tin"].list.type.extend(_types(view, c.inputs))
     node.attr["Tout"].list.type.extend(_types(view, c.outputs))
-    if options.on_gpu and (host := _host_values(job.program)):
-        node.attr["_input_hostmem"].list.i.extend(host)
+    if options.on_gpu and (host := {*_host_values(job.program), *_host_integers(view, c)}):
+        node.attr["_input_hostmem"].list.i.extend(sorted(host))
     if options.on_gpu and not options.autotune:
         node.attr["_autotune"].b = False
     node.attr["program"].s = serialize.dumps(replace(job.program, code=job.code or {}))
@@ -533,6 +534,14 @@ def _stitched_node(name: str, job: _Job, fallback: function_pb2.FunctionDef, edi
 def _host_values(program: Program) -> list[int]:
     """Inputs whose contents are sizes: the host reads them."""
     return sorted({s.param for s in program.symbols.values() if s.kind == "value"})
+
+
+def _host_integers(view: GraphView, c: Cluster) -> list[int]:
+    """Integer inputs that a CPU has (TensorFlow keeps int32 arguments there): the op copies them all at once, where
+    TensorFlow would hand each of them over by a transfer that waits for its end.
+    """
+    return [i for i, ref in enumerate(c.inputs)
+            if is_cpu(view[ref[0]].device) and DTYPES[view.dtype(ref)].is_integer]
 
 
 def _split_host_values(c: Cluster, program: Program) -> tuple[Cluster, Program]:
