@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from .options import Options
     from .report import Report
     from .runtime import LibraryError
-    from .saved_model import load as load_saved_model
-    from .saved_model import rewrite_saved_model
+    from .saved_model import load_saved_model, rewrite_saved_model
     from .serving import StitchSession
 
 __version__ = "0.1.0"
@@ -47,7 +46,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'tf_stitch' has no attribute '{name}'")
     home = import_module(f".{_HOME[name]}", __name__)
-    value = getattr(home, "load" if name == "load_saved_model" else name)
+    value = getattr(home, name)
     globals()[name] = value
     return value
 

@@ -512,7 +512,7 @@ def bench_saved_model(path: str, *, signature: str = "serving_default", inputs: 
         if "stitched" in systems:
             target = str(Path(folder) / "rewritten")
             saved_model.rewrite_saved_model(path, target, verify=False)
-            stitched = saved_model.load(target)
+            stitched = saved_model.load_saved_model(target)
             functions["stitched"] = saved_model.signature_of(stitched, signature)
         calls = {name: _call(functions[name], args) for name in systems}
         rows = measure(Path(path).name, calls, rounds=rounds)

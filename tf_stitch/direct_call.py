@@ -50,7 +50,8 @@ _graphs: OrderedDict[tuple[str, str], graph_pb2.GraphDef] = OrderedDict()  # by 
 
 def offer(name: str, options: str, graph: graph_pb2.GraphDef) -> None:
     """Remembers what a function's graph was optimized to under some options, if it may be one to replay."""
-    if sum(n.op not in FREE and n.op != "ReadVariableOp" for n in graph.node) > MOST_STEPS:
+    ops = [n.op for n in graph.node if n.op not in FREE and n.op != "ReadVariableOp"]
+    if STITCHED not in ops or len(ops) > MOST_STEPS:
         return
     with _lock:
         _graphs[name, options] = graph

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import (
     atomic_function,
+    concrete_function,
     eager_function_run,
     function_context,
     function_type_utils,
@@ -97,9 +98,28 @@ def _plain_way(self: Any, *args: Any, **kwargs: Any) -> Any:
     return _long_way(self, *args, **kwargs)
 
 
+_long_concrete_way = concrete_function.ConcreteFunction.__call__
+
+
+@functools.wraps(_long_concrete_way)
+def _short_concrete_way(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _call_concrete(self, args, kwargs)
+
+
 def everywhere(on: bool) -> None:
-    """Gives every ``tf.function`` of the process the short way in, or takes it away again."""
+    """Gives every ``tf.function`` and concrete function of the process the short way in, or takes it away again."""
     polymorphic_function.Function.__call__ = _short_way if on else _plain_way
+    concrete_function.ConcreteFunction.__call__ = _short_concrete_way if on else _long_concrete_way
+
+
+def shorten(concrete: Any) -> None:
+    """Gives one concrete function, a loaded model's signature say, the short way in."""
+    concrete.__class__ = _shortened(concrete.__class__)
+
+
+@functools.cache
+def _shortened(kind: Any) -> type:
+    return type(kind.__name__, (kind,), {"__call__": _short_concrete_way, "__module__": kind.__module__})
 
 
 _config_version = 0
@@ -125,7 +145,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (function._jit_compile or not _nothing_looks_on() or not _flatten(args, key, leaves)
             or (kwargs and not _flatten(kwargs, key, leaves))):
         return _long_way(function, *args, **kwargs)
-    routes = _routes_of(function)
+    routes = _routes_of(function, len(function._function_cache))
     whole = tuple(key)
     route = routes.get(whole)
     if route is not None:
@@ -134,15 +154,33 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _told.called_without_tracing(function._key_for_call_stats)
             return _run(route, tensors)
     result = _long_way(function, *args, **kwargs)
-    routes = _routes_of(function)
-    routes[whole] = _find(function, args, kwargs, leaves) if whole in routes else None  # found when it comes again
+    routes = _routes_of(function, len(function._function_cache))
+    # Found when it comes again.
+    routes[whole] = _find(functools.partial(_look_up, function), args, kwargs, leaves) if whole in routes else None
     return result
 
 
-def _routes_of(function: Any) -> _Routes:
+def _call_concrete(concrete: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _look_again()
+    key: list[Any] = []
+    leaves: list[Any] = []
+    if (not _nothing_looks_on() or not _flatten(args, key, leaves) or (kwargs and not _flatten(kwargs, key, leaves))):
+        return _long_concrete_way(concrete, *args, **kwargs)
+    routes, whole = _routes_of(concrete, 1), tuple(key)
+    route = routes.get(whole)
+    if route is not None:
+        tensors = [_tensor(x) for x in leaves]
+        if _is_open(route, tensors):
+            return _run(route, tensors)
+    result = _long_concrete_way(concrete, *args, **kwargs)
+    routes[whole] = _find(functools.partial(_bind, concrete), args, kwargs, leaves) if whole in routes else None
+    return result
+
+
+def _routes_of(function: Any, traces: int) -> _Routes:
     """The routes; none after a new trace, which may fit arguments better than the one that they led to."""
     routes = function.__dict__.get("_tf_stitch_routes")
-    now = (len(function._function_cache), _config_version)
+    now = (traces, _config_version)
     if routes is None or routes.made_at != now or len(routes) > CAPACITY:
         routes = function._tf_stitch_routes = _Routes()
         routes.made_at = now
@@ -216,20 +254,21 @@ def _explain(route: _Route, error: Exception) -> None:
         raise error
 
 
-def _find(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> _Route | None:
+def _find(look_up: Callable[..., tuple[Any, list[Any]]], args: tuple[Any, ...], kwargs: dict[str, Any],
+          leaves: list[Any]) -> _Route | None:
     """The route of a call that was just made the long way; None when there is none.
 
-    Follows Function._call and tracing_compilation.call_function, without tracing: once with the arguments
-    themselves, once with tensors that all differ, to see where each of them goes.
+    ``look_up`` is done once with the arguments themselves, once with tensors that all differ, to see where each of them
+    goes.
     """
     marks = [array_ops.identity(_tensor(x)) for x in leaves]
     rest = iter(marks)
     marked_args, marked_kwargs = _replace(args, rest), _replace(kwargs, rest)
     try:
-        concrete, inputs = _look_up(function, marked_args, marked_kwargs)
+        concrete, inputs = look_up(marked_args, marked_kwargs)
     except (TypeError, ValueError):
         return None  # the signature takes an array of another element type; as a tensor it would be refused
-    if concrete is None or concrete is not _look_up(function, args, kwargs)[0]:
+    if concrete is None or concrete is not look_up(args, kwargs)[0]:
         return None
     number = {id(mark): i for i, mark in enumerate(marks)}
     if any(id(x) not in number for x in inputs):
@@ -258,7 +297,10 @@ def _direct(concrete: Any, order: tuple[int, ...], captures: list[Any], tensors:
 
 
 def _look_up(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """The concrete function that a call leads to (None when it would be traced), and its inputs but captures."""
+    """The concrete function that a call leads to (None when it would be traced), and its inputs but captures.
+
+    Follows Function._call and tracing_compilation.call_function, without tracing.
+    """
     config = (function._no_variable_creation_config if function._created_variables
               else function._variable_creation_config)
     if config is None or config.function_captures.by_ref_external:
@@ -274,6 +316,14 @@ def _look_up(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         return None, []
     to = concrete.function_type
     return concrete, to.unpack_inputs(to.bind(*bound.args, **bound.kwargs))
+
+
+def _bind(concrete: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """As :func:`_look_up`, for a concrete function (only its structured signature)."""
+    to = concrete.function_type
+    if to is None:
+        return None, []
+    return concrete, to.unpack_inputs(function_type_utils.canonicalize_function_inputs(args, kwargs, to))
 
 
 def _replace(value: Any, leaves: Iterator[Any]) -> Any:

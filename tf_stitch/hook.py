@@ -107,6 +107,13 @@ def function(func: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
     return made
 
 
+def watch() -> None:
+    """Lets what is stitched already be called the short way (see :mod:`tf_stitch.fast_call`); stitches nothing."""
+    with _state.lock:
+        _state.marked = True
+        _arm()
+
+
 def _shorten(on: bool) -> None:
     from . import fast_call
 
@@ -228,15 +235,16 @@ def _rewrite(name: str, serialized: bytes, keep: tuple[str, ...]) -> bytes | Non
 
     everything = _state.everything
     graph = graph_pb2.GraphDef.FromString(serialized)
+    direct_call.offer(name, generation(), graph)
     if everything is None and MARK not in name and not any(map(_is_marked, graph.node)):
         return None
     options = replace(everything or Options(levels=()), keep=tuple(n for n in keep if not n.startswith("^")))
     run = [n.removeprefix("^") for n in keep if n.startswith("^")]
     only = None if everything is not None or MARK in name else marked_nodes
     result, report = rewrite(graph, options, functions=False, keep_ends=False, run=run, only=only)
-    direct_call.offer(name, generation(), result)
     if not report.clusters:
         return None
+    direct_call.offer(name, generation(), result)
     _state.reports.append((name, report))
     log.info("%s: %s", name, report.summary())
     for node in result.node:
