@@ -118,6 +118,21 @@ def test_values_that_kernels_read_too():
                     (np.full(101, 101), floats(200)[[101, 2]], np.array([[101], [2]])))
 
 
+def test_integers_in_host_memory_are_copied_together():
+    n, k, m = programs.dim("n"), programs.dim("k"), programs.dim("m")
+    program = on_gpu(programs.program(
+        [Buffer("input", 0, "int32", (k,)), Buffer("input", 1, "float32", (n,)), Buffer("input", 2, "int32", (m,)),
+         Buffer("output", 0, "float32", (k,)), Buffer("output", 1, "float32", (m,))],
+        [programs.launch("t_gather", (1, 0, 3), k, 1, (n,)), programs.launch("t_gather", (1, 2, 4), m, 1, (n,))],
+        {"k": SymbolSource("dim", 0, 0), "n": SymbolSource("dim", 1, 0), "m": SymbolSource("dim", 2, 0)}))
+    f = function(program, lambda i, x, j: (tf.gather(x, i), tf.gather(x, j)), hostmem=[0, 2])
+    x = floats(50)
+    for a, b in [([3], [0, 1, 2]), ([], [49]), (list(range(50)) * 400, [7] * 33), ([], [])]:
+        i, j = np.array(a, np.int32), np.array(b, np.int32)
+        for _ in range(3):
+            expect_stitched(lambda i=i, j=j: f(i, x, j), (x[i], x[j]))
+
+
 def test_many_aliases():
     n = programs.dim("n")
     f32 = "float32"

@@ -31,6 +31,9 @@ def test_reads_of_one_variable_become_one():
     graph = build(model)
     assert reads(variables.merge_reads(graph, GraphView(graph))) == ["first"]
     assert reads(variables.merge_reads(graph, GraphView(graph), keep=["third"])) == ["first", "third"]
+    merged = variables.merge_reads(graph, GraphView(graph), run=["third"])
+    assert reads(merged) == ["first"] and [(n.op, list(n.input)) for n in merged.node if n.name == "third"] == [
+        ("NoOp", ["^first"])]
     out, _ = rewrite(graph, Options())
     (node,) = stitched(out)
     assert list(node.input) == ["first"]

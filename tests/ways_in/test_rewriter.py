@@ -61,6 +61,21 @@ def test_names_that_may_be_fetched_stay():
     assert "b" not in nodes and nodes["x"].op == "Placeholder"
 
 
+def test_names_that_must_only_run_hold_no_data():
+    def graph():
+        a = tf.exp(placeholder(), name="a")
+        with tf.control_dependencies([a]):
+            tf.identity(tf.multiply(a, 2.0) + 1.0, name="y")
+
+    gd = build(graph)
+    out, _ = rewrite(gd, NATIVE, run=["a"])
+    (node,) = stitched(out)
+    assert by_name(out)["a"].op == "NoOp" and list(by_name(out)["a"].input) == [f"^{node.name}"]
+    assert len(node.attr["Tout"].list.type) == 1
+    feed = {"x:0": normal(3, 8)}
+    np.testing.assert_allclose(run(out, ["y:0"], feed), run(gd, ["y:0"], feed), rtol=1e-5)
+
+
 def test_multi_output_nodes_keep_their_ports():
     def graph():
         x = placeholder(shape=(None, 6))
