@@ -202,12 +202,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.torch:
         args.torch.write_text(json.dumps(rows_of(measure_torch, streams, args.rounds)))
         return 0
+    rows = rows_of(measure_own, streams, args.rounds)
     with tempfile.TemporaryDirectory() as folder:
         other = Path(folder, "torch.json")
         subprocess.run([sys.executable, "-m", "models.superkernels", "--torch", str(other), "--streams", args.streams,
                         "--rounds", str(args.rounds)], check=True)
-        rows = json.loads(other.read_text())
-    rows += rows_of(measure_own, streams, args.rounds)
+        rows += json.loads(other.read_text())
     from tf_stitch import bench
 
     found = ratios(rows, 64 if 64 in streams else streams[-1])
