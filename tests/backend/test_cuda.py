@@ -13,6 +13,7 @@ from tf_stitch.backend import cache, cuda
 from tf_stitch.errors import CompileError, DeviceError
 from tf_stitch.ir.builder import Builder
 from tf_stitch.options import Options
+from tf_stitch.program.program import KernelStep, LibraryStep
 from tf_stitch.schedule.target import CUDA
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -94,3 +95,23 @@ def test_unknown_sizes_are_guarded_and_counted_in_32_bits():
     (guard,) = program.guards
     (name,) = program.symbols
     assert guard.holds({name: 1 << 20}) and not guard.holds({name: 1 << 25})
+
+
+def dense_graph():
+    b = Builder()
+    x, w, v = (b.param(s, "float32", n) for s, n in (((None, 512), "x"), ((512, 512), "w"), ((512,), "v")))
+    y = b.dot(x, w, contract=((1,), (0,)))
+    return b.finish([b.ew("max", b.ew("add", y, v), 0.0)])
+
+
+@needs_nvcc
+def test_code_for_superkernels(monkeypatch, tmp_path):
+    """Each kernel also takes many problems, and products leave their bias to kernels."""
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    for wanted in (False, True):
+        program = compiler.compile_graph(dense_graph(), Options(target="cuda:sm_90", superkernels=wanted))
+        kernels = [s.kernel for s in program.steps if isinstance(s, KernelStep)]
+        ptx = program.code["compute_90"].decode()
+        assert kernels and all((f"{k}_many(" in ptx) == wanted for k in kernels)
+        products = [s for s in program.steps if isinstance(s, LibraryStep)]
+        assert products and all((len(s.buffers) == 4) != wanted for s in products)
