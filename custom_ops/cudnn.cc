@@ -43,6 +43,7 @@ enum AttributeType {
   kTypeBoolean = 2,
   kTypeInt64 = 3,
   kTypeFloat = 4,
+  kTypeDouble = 5,
   kTypeVoidPointer = 6,
   kTypeConvolutionMode = 7,
   kTypeHeuristicMode = 8,
@@ -357,9 +358,14 @@ class OperationGraph {
     conv.Set(kConvPrePaddings, kTypeInt64, s_.low.data(), spatial);
     conv.Set(kConvPostPaddings, kTypeInt64, s_.high.data(), spatial).Finish();
     const float one = 1, zero = 0;
+    const double one_d = 1, zero_d = 0;
     Owned out(api_, kConvolutionForward);
     out.Link(kForwardConv, conv).Link(kForwardX, x).Link(kForwardW, w).Link(kForwardY, y);
-    out.Set(kForwardAlpha, kTypeFloat, &one).Set(kForwardBeta, kTypeFloat, &zero);
+    if (type_ == 1) {
+      out.Set(kForwardAlpha, kTypeDouble, &one_d).Set(kForwardBeta, kTypeDouble, &zero_d);
+    } else {
+      out.Set(kForwardAlpha, kTypeFloat, &one).Set(kForwardBeta, kTypeFloat, &zero);
+    }
     return std::move(out.Finish());
   }
 
