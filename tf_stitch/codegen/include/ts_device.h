@@ -2,7 +2,7 @@
 // bytes per element has time for about 75.
 //
 // Error bounds, in units of the last place of the result (tests/gpu/test_device_math.py measures them): ts_divide 1 for
-// divisors in [2^-126, 2^100] and 6 for others, ts_rsqrt 2, ts_exp_down 3, ts_sigmoid 5, ts_erfc 7; results of the last
+// divisors in [2^-126, 2^100] and 8 for others, ts_rsqrt 2, ts_exp_down 3, ts_sigmoid 5, ts_erfc 7; results of the last
 // three below 2^-126 are 0.  NaN and infinities as in C's libm.
 #ifndef TS_DEVICE_H_
 #define TS_DEVICE_H_
@@ -49,7 +49,7 @@ TS_FN ts_divisor_t ts_divisor(float s) {
   asm("rcp.approx.f32 %0, %1;" : "=f"(r0) : "f"(s));
   if (!(ts_abs(r0) > 0.0f && ts_abs(r0) < ts_inf(0.0f))) return ts_divisor_t{r0, r0};  // of 0, infinity and NaN
   float r = ts_fma_(r0, ts_fma_(-r0, s, 1.0f), r0);
-  float high = ts_abs(s) > 0x1p100f ? r : ts_fma_(r, -0x1p-22f, r);  // less than the reciprocal, where low counts
+  float high = ts_fma_(r, -0x1p-22f, r);  // less than the reciprocal
   float low = ts_max(ts_fma_(-high, s, 1.0f) * ts_abs(r), 0x1p-149f);
   return ts_divisor_t{high, s < 0.0f ? -low : low};
 }
