@@ -4,8 +4,8 @@
 Both follow from the arguments' structure, element types and shapes, so they are looked up here by that key.
 A call takes the short way when its arguments are eager tensors, plain NumPy arrays and Python literals, in plain
 tuples, lists and dicts, when its key was seen before, and when nothing looks on: no gradient tape or forward
-accumulator, no graph being built, no distribution strategy, no profiler.  Every other call takes TensorFlow's own
-way: tracing, errors and all.
+accumulator, no graph being built, no distribution strategy.  Every other call takes TensorFlow's own way: tracing,
+errors and all.  What the function itself costs then, :mod:`tf_stitch.direct_call` mostly spares too.
 
 This uses internals of the one TensorFlow version that the package is built for.
 """
@@ -194,7 +194,6 @@ def _nothing_looks_on() -> bool:
             and not stack.stack
             and not stack.get_default()._distribution_strategy_stack
             and TFE_Py_TapeSetIsEmpty()
-            and not trace.enabled()
             and not save_context.in_save_context())
 
 
@@ -237,14 +236,23 @@ def _is_open(route: _Route, leaves: list[Any]) -> bool:
 
 def _run(route: _Route, leaves: list[Any]) -> Any:
     try:
-        outputs = route.direct(leaves) if route.direct is not None else None
-        if outputs is None:
-            inputs = leaves if route.plain else [leaves[i] for i in route.order]
-            outputs = context.context().call_function(route.name, [*inputs, *route.captures], route.outputs)
+        if trace.enabled():  # the profiler shows the function's name, as it does for TensorFlow's own way
+            with trace.Trace(route.concrete._func_graph.name, tf_function_call="notTraced-short"):
+                outputs = _outputs(route, leaves)
+        else:
+            outputs = _outputs(route, leaves)
     except Exception as error:
         _explain(route, error)
         raise AssertionError from error  # not reached
     return outputs[0] if route.single else route.concrete.function_type.pack_output(outputs)
+
+
+def _outputs(route: _Route, leaves: list[Any]) -> Any:
+    outputs = route.direct(leaves) if route.direct is not None else None
+    if outputs is not None:
+        return outputs
+    inputs = leaves if route.plain else [leaves[i] for i in route.order]
+    return context.context().call_function(route.name, [*inputs, *route.captures], route.outputs)
 
 
 @traceback_utils.filter_traceback

@@ -12,7 +12,7 @@ from tensorflow.python.eager import cancellation, context
 from tensorflow.python.framework import op_callbacks
 
 import tf_stitch
-from tf_stitch import direct_call
+from tf_stitch import bench, direct_call
 
 from .graphs import normal
 
@@ -314,6 +314,16 @@ def test_what_is_not_replayed(count):
         same, _ = g(A)
         assert same is not A
     assert not count.replayed and not count.declined
+
+
+def test_the_profiler_shows_function_and_programs(count):
+    f = tf_stitch.function(lambda x: tf.exp(x) * 2 + 1)
+    for _ in range(3):
+        f(A)
+    before = count.replayed
+    traced = bench.trace(lambda: f(A))
+    assert count.replayed == before + 1
+    assert [(o.kind, o.calls) for o in traced.ops] == [("StitchedProgram", 1)]
 
 
 def test_it_can_be_turned_off(count, monkeypatch):
