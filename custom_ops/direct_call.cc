@@ -137,7 +137,8 @@ class DirectCall {
     return attributes;
   }
 
-  bool Arguments(PyObject* arguments, absl::InlinedVector<Tensor, 8>* inputs) const;
+  absl::InlinedVector<TensorHandle*, 8> Handles(PyObject* arguments) const;
+  bool Arguments(const absl::InlinedVector<TensorHandle*, 8>& handles, absl::InlinedVector<Tensor, 8>* inputs) const;
   absl::Status Run(absl::InlinedVector<Tensor, 8>* inputs, Variables* variables, std::vector<Tensor>* outputs) const;
   Device* MemoryOf(const AllocatorAttributes& attributes) const {
     return attributes.on_host() ? context_->HostCPU() : device_;
@@ -183,15 +184,26 @@ std::unique_ptr<DirectCall> DirectCall::Make(EagerContext* context, const std::s
   return std::make_unique<DirectCall>(context, device, std::move(owned), std::move(sources));
 }
 
-// Fills in the inputs that the caller gives; false when one lies elsewhere than the kernel takes it.
-bool DirectCall::Arguments(PyObject* arguments, absl::InlinedVector<Tensor, 8>* inputs) const {
+// The caller's tensors by input, null for what it does not give.
+absl::InlinedVector<TensorHandle*, 8> DirectCall::Handles(PyObject* arguments) const {
+  absl::InlinedVector<TensorHandle*, 8> handles(sources_.size(), nullptr);
+  for (size_t i = 0; i < sources_.size(); ++i) {
+    if (sources_[i].kind != Source::kArgument) continue;
+    PyObject* item = g_python.list_item(arguments, sources_[i].index);
+    handles[i] = tensorflow::TensorHandleFromInterface(tensorflow::unwrap(g_python.handle_of(item)));
+  }
+  return handles;
+}
+
+// Fills in the inputs but for variables; false when one lies elsewhere than the kernel takes it.  May wait for a thread
+// whose ops are asynchronous.
+bool DirectCall::Arguments(const absl::InlinedVector<TensorHandle*, 8>& handles,
+                           absl::InlinedVector<Tensor, 8>* inputs) const {
   inputs->resize(sources_.size());
   for (size_t i = 0; i < sources_.size(); ++i) {
-    const Source& s = sources_[i];
-    if (s.kind == Source::kConstant) (*inputs)[i] = s.fixed;
-    if (s.kind != Source::kArgument) continue;
-    PyObject* item = g_python.list_item(arguments, s.index);
-    TensorHandle* handle = tensorflow::TensorHandleFromInterface(tensorflow::unwrap(g_python.handle_of(item)));
+    if (sources_[i].kind == Source::kConstant) (*inputs)[i] = sources_[i].fixed;
+    TensorHandle* handle = handles[i];
+    if (!handle) continue;
     if (handle->Type() != TensorHandle::LOCAL || handle->dtype != kernel_->input_type(static_cast<int>(i)) ||
         handle->DeviceOrHostCPU(*context_) != MemoryOf(input_attributes_[i])) {
       return false;
@@ -238,15 +250,15 @@ absl::Status DirectCall::Run(absl::InlinedVector<Tensor, 8>* inputs, Variables* 
 }
 
 int DirectCall::Call(PyObject* arguments, PyObject* results) {
-  absl::InlinedVector<Tensor, 8> inputs;
+  if (context_->Executor().Async() || context_->ShouldStoreGraphs()) return kDeclined;
+  absl::InlinedVector<TensorHandle*, 8> handles = Handles(arguments);  // `arguments` keeps them
   std::vector<Tensor> outputs;
-  if (context_->Executor().Async() || context_->ShouldStoreGraphs() || !Arguments(arguments, &inputs)) return kDeclined;
   absl::Status status;
   {
     WithoutGil without;
+    absl::InlinedVector<Tensor, 8> inputs;
     Variables variables;
-    status = Run(&inputs, &variables, &outputs);
-    inputs.clear();
+    status = Arguments(handles, &inputs) ? Run(&inputs, &variables, &outputs) : NoFallback();
   }
   if (IsNoFallback(status)) return kDeclined;
   if (!status.ok()) {
@@ -296,6 +308,7 @@ void* tf_stitch_direct_new(TFE_Context* context, const char* device, const char*
     sources.back().fixed = *tensor;
   }
   auto* eager = tensorflow::ContextFromInterface(tensorflow::unwrap(context));
+  tf_stitch::WithoutGil without;  // loading code may wait for a thread that waits for the GIL
   return tf_stitch::DirectCall::Make(eager, device, def, std::move(sources), &tf_stitch::t_error).release();
 }
 
