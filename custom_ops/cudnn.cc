@@ -43,7 +43,6 @@ enum AttributeType {
   kTypeBoolean = 2,
   kTypeInt64 = 3,
   kTypeFloat = 4,
-  kTypeDouble = 5,
   kTypeVoidPointer = 6,
   kTypeConvolutionMode = 7,
   kTypeHeuristicMode = 8,
@@ -271,13 +270,13 @@ class Owned {
   Status status_ = 0;
 };
 
+constexpr int kFloat = 0;  // what is summed up in
+
 // cudnnDataType of an element type; -1 for those that have no convolution here.
 int TypeOf(int dtype) {
   switch (dtype) {
     case 1:
-      return 0;
-    case 2:
-      return 1;
+      return kFloat;
     case 14:
       return 9;
     case 19:
@@ -294,7 +293,6 @@ class OperationGraph {
  public:
   OperationGraph(Session& session, const ConvShape& s) : api_(*session.api), s_(s) {
     type_ = TypeOf(s.dtype);
-    compute_ = type_ == 1 ? 1 : 0;  // double or float
     Owned x = Tensor(kIdX, s.batch, s.channels_in, s.in.data());
     Owned w = Tensor(kIdW, s.channels_out, s.channels_in / s.groups, s.window.data());
     bool last = !s.residual && !s.bias && !s.relu;
@@ -338,7 +336,7 @@ class OperationGraph {
     strides[0] = stride;
     Owned out(api_, kTensor);
     // What lies between the operations is summed up in float.
-    out.Set(kTensorDataType, kTypeDataType, IsVirtual(id) ? compute_ : type_);
+    out.Set(kTensorDataType, kTypeDataType, IsVirtual(id) ? kFloat : type_);
     out.Set(kTensorDims, kTypeInt64, dims.data(), static_cast<int64_t>(dims.size()));
     out.Set(kTensorStrides, kTypeInt64, strides.data(), static_cast<int64_t>(strides.size()));
     out.Set(kTensorId, kTypeInt64, &id).Set(kTensorAlignment, kTypeInt64, &kAlignment);
@@ -352,27 +350,22 @@ class OperationGraph {
   Owned Forward(const Owned& x, const Owned& w, const Owned& y) {
     Owned conv(api_, kConvolution);
     int64_t spatial = s_.spatial;
-    conv.Set(kConvComputeType, kTypeDataType, compute_).Set(kConvMode, kTypeConvolutionMode, kCrossCorrelation);
+    conv.Set(kConvComputeType, kTypeDataType, kFloat).Set(kConvMode, kTypeConvolutionMode, kCrossCorrelation);
     conv.Set(kConvSpatialDims, kTypeInt64, &spatial).Set(kConvStrides, kTypeInt64, s_.strides.data(), spatial);
     conv.Set(kConvDilations, kTypeInt64, s_.dilations.data(), spatial);
     conv.Set(kConvPrePaddings, kTypeInt64, s_.low.data(), spatial);
     conv.Set(kConvPostPaddings, kTypeInt64, s_.high.data(), spatial).Finish();
     const float one = 1, zero = 0;
-    const double one_d = 1, zero_d = 0;
     Owned out(api_, kConvolutionForward);
     out.Link(kForwardConv, conv).Link(kForwardX, x).Link(kForwardW, w).Link(kForwardY, y);
-    if (type_ == 1) {
-      out.Set(kForwardAlpha, kTypeDouble, &one_d).Set(kForwardBeta, kTypeDouble, &zero_d);
-    } else {
-      out.Set(kForwardAlpha, kTypeFloat, &one).Set(kForwardBeta, kTypeFloat, &zero);
-    }
+    out.Set(kForwardAlpha, kTypeFloat, &one).Set(kForwardBeta, kTypeFloat, &zero);
     return std::move(out.Finish());
   }
 
   // Adds an elementwise operation of x and b (none where b is empty); returns its result.
   Owned Then(int mode, Owned x, const Owned& b, int64_t id) {
     Owned pointwise(api_, kPointwise), out(api_, kPointwiseOperation), y = Image(id);
-    pointwise.Set(kPointwiseMode, kTypePointwiseMode, mode).Set(kPointwisePrecision, kTypeDataType, compute_);
+    pointwise.Set(kPointwiseMode, kTypePointwiseMode, mode).Set(kPointwisePrecision, kTypeDataType, kFloat);
     if (mode == kReluForward) pointwise.Set(kPointwiseNan, kTypeNanPropagation, kPropagateNan);
     pointwise.Finish();
     out.Link(kPointwiseDescriptor, pointwise).Link(kPointwiseX, x);
@@ -383,7 +376,7 @@ class OperationGraph {
 
   const Api& api_;
   const ConvShape& s_;
-  int type_, compute_;
+  int type_;
   std::vector<Owned> operations_;
   Owned graph_;
   Status status_ = 0;
@@ -453,7 +446,7 @@ int64_t Volume(const std::array<int64_t, kMaxSpatial>& dims, int spatial) {
   return out;
 }
 
-size_t ElementBytes(int dtype) { return dtype == 2 ? 8 : dtype == 1 ? 4 : 2; }
+size_t ElementBytes(int dtype) { return dtype == 1 ? 4 : 2; }
 
 // Scratch memory for a run of a shape; x is null when there is not enough.
 struct Operands {
@@ -568,7 +561,7 @@ struct Convolution::Impl {
     const size_t element = ElementBytes(shape.dtype);
     int64_t middle = shape.batch / 2;  // of the result, where the window meets the image
     for (int i = 0; i < shape.spatial; ++i) middle = middle * shape.out[i] + shape.out[i] / 2;
-    char value[8] = {};  // of NaN a ReLU makes NaN or 0
+    char value[4] = {};  // of NaN a ReLU makes NaN or 0
     OwnStream stream(driver);
     return stream.get() && !driver.MemsetD8Async(at.x, 0xFF, at.y - at.x, stream.get()) &&
            !Enqueue(p, at.x, at.w, at.bias, at.residual, at.y, at.workspace, stream.get()) &&

@@ -20,7 +20,7 @@ constexpr int kMaxSpatial = 3;
 // x [batch, in..., channels_in], w [channels_out, window..., channels_in / groups], bias [channels_out], residual and y
 // [batch, out..., channels_out].  Entries past `spatial` are not read.
 struct ConvShape {
-  int dtype;    // TensorFlow's DataType number: half, bfloat16, float or double
+  int dtype;    // TensorFlow's DataType number: half, bfloat16 or float
   int spatial;  // 2 or 3
   int64_t batch, channels_in, channels_out, groups;
   std::array<int64_t, kMaxSpatial> in, out, window, strides, low, high, dilations;  // low, high: zeros around x

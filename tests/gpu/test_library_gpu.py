@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_convolutions(dtype, variant):
     program = programs.conv(dtype, **variant)

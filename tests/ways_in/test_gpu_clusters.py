@@ -172,3 +172,22 @@ def test_measurements_can_be_turned_off():
     for options, want in ((GPU, False), (Options(target="cuda:sm_90", autotune=False), True)):
         (node,) = stitched(for_gpu(model, options)[1])
         assert ("_autotune" in node.attr) == want
+
+
+def test_what_grapplers_remapper_makes_of_batch_normalisation():
+    def model():
+        x = v1.placeholder(tf.float32, [1, 28, 28, 64], name="x")
+        w = v1.placeholder(tf.float32, [3, 3, 64, 64], name="w")
+        vectors = [v1.placeholder(tf.float32, [64], name=f"v{i}") for i in range(4)]
+        for _ in range(2):
+            x = v1.nn.fused_batch_norm(tf.nn.conv2d(x, w, 1, "SAME"), *vectors, is_training=False)[0]
+        tf.identity(x, name="y")
+
+    graph = build(model)
+    for n in graph.node:
+        if n.op == "FusedBatchNormV3":
+            n.op, n.attr["activation_mode"].s, n.attr["num_side_inputs"].i = "_FusedBatchNormEx", b"Relu", 0
+    out, report = rewrite(graph, GPU)
+    (node,) = stitched(out)
+    assert [s.flags[:4] for s in program_of(node).steps if isinstance(s, LibraryStep)] == [(1, 0, 1, 1)] * 2
+    assert not [n for g in report.graphs for n in g.left]

@@ -20,7 +20,8 @@ from ..ir.graph import Graph, Node
 from .call import DTYPES, TINY_WORK, LibraryCall, repeated_vector, through_views, without_relu
 
 MIN_GROUP_CHANNELS = 8  # fewer channels in a group are no work for a library
-SCALED_DTYPES = frozenset({"float32", "float64"})  # a scaled filter of a half type would be rounded once more
+CALL_DTYPES = DTYPES - {"float64"}  # of the library's own convolutions
+SCALED_DTYPE = "float32"  # a scaled filter of a half type would be rounded once more
 
 
 def prepare(graph: Graph) -> Graph:
@@ -52,7 +53,9 @@ def _suits(conv: Node) -> bool:
     """True for convolutions that are work for a library."""
     groups = conv.attrs["groups"]
     work = work_of(conv)
-    return (conv.dtype in DTYPES and conv.rank in (4, 5) and not (isinstance(work, int) and work <= TINY_WORK)
+    small = isinstance(work, int) and work <= TINY_WORK
+    known = conv.dtype in CALL_DTYPES or (conv.dtype in DTYPES and groups == 1)
+    return (known and conv.rank in (4, 5) and not small
             and (groups == 1 or D.static(conv.inputs[1].shape[-2]) >= MIN_GROUP_CHANNELS))
 
 
@@ -61,11 +64,12 @@ def _is_pointwise(conv: Node) -> bool:
     return conv.attrs["groups"] == 1 and all(k == 1 for k in window) and not any(map(any, conv.attrs["padding"]))
 
 
-def _reads_filter_once(conv: Node) -> bool:
-    """True when the filter is larger than the patches of all images, which must be known to be so."""
+def _over_patches(conv: Node) -> bool:
+    """True when the filter is larger than the patches of all images, which must be known to be so, and for doubles."""
     w = conv.inputs[1]
     patches = D.product([*conv.shape[:-1], *w.shape[:-1]])
-    return conv.attrs["groups"] == 1 and isinstance(patches, int) and patches <= D.static(w.size)
+    worth = conv.dtype not in CALL_DTYPES or (isinstance(patches, int) and patches <= D.static(w.size))
+    return conv.attrs["groups"] == 1 and worth
 
 
 def _form(conv: Node) -> Node:
@@ -74,7 +78,7 @@ def _form(conv: Node) -> Node:
         return conv
     if _is_pointwise(conv):
         return _product(conv, _strided(conv))
-    if _reads_filter_once(conv):
+    if _over_patches(conv):
         return _product(conv, _patches(conv))
     x, w = conv.inputs
     return _with_filter(conv, x, w.inputs[0] if is_ready(conv) else _turned(w, conv.origin))
@@ -140,8 +144,8 @@ def _affine_tails(graph: Graph) -> dict[Node, list[Node]]:
     users, kept = graph.users(), set(graph.outputs)
     found = {}
     for conv in users:
-        if conv.op != "conv" or conv.dtype not in SCALED_DTYPES or not _suits(conv) or _is_pointwise(conv) \
-                or _reads_filter_once(conv):
+        if conv.op != "conv" or conv.dtype != SCALED_DTYPE or not _suits(conv) or _is_pointwise(conv) \
+                or _over_patches(conv):
             continue
         chain = [conv]
         while chain[-1] not in kept and len(users[chain[-1]]) == 1 and _by_channel(users[chain[-1]][0], chain[-1]):
@@ -188,7 +192,7 @@ def _scaled(chain: Sequence[Node], new: Mapping[Node, Node]) -> Node:
 def is_ready(conv: Node) -> bool:
     """True for a convolution that a library can do: its filter lies as [out, *window, in]."""
     w = conv.inputs[1]
-    return conv.dtype in DTYPES and w.op == "transpose" and w.attrs["perm"] == (*range(1, w.rank), 0)
+    return conv.dtype in CALL_DTYPES and w.op == "transpose" and w.attrs["perm"] == (*range(1, w.rank), 0)
 
 
 def carried(conv: Node) -> tuple[Node, ...]:

@@ -27,7 +27,7 @@ _BRANCHES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch"
 _WHILES = frozenset({"While", "StatelessWhile"})
 
 # Results whose shape TensorFlow does not infer, as its CPU kernels make them.
-_KERNEL_SHAPES: dict[tuple[str, int], StaticShape] = {("FusedBatchNormV3", 5): (0,)}
+_KERNEL_SHAPES: dict[tuple[str, int], StaticShape] = {(op, 5): (0,) for op in ("FusedBatchNormV3", "_FusedBatchNormEx")}
 
 Shapes = dict[Ref, StaticShape]
 Arguments = tuple[tuple[StaticShape, StaticShape], ...]  # of a call: (shape, shape of the variable behind a resource)

@@ -73,12 +73,14 @@ def unary_ops_composition(c: Context, x: Node) -> Node:
     return x
 
 
-def _activation_reason(view: GraphView, node: NodeView) -> str | None:
+def _norm_reason(view: GraphView, node: NodeView) -> str | None:
     mode = node.attr("activation_mode", "Identity")
+    if node.attr("is_training", True):
+        return "in training its gradient reads what cuDNN leaves there"
     return None if mode in ("Identity", "Relu") else f"activation {mode} is not supported"
 
 
-@lower("_FusedBatchNormEx", kinds=FLOAT, check=_activation_reason)
+@lower("_FusedBatchNormEx", kinds=FLOAT, check=_norm_reason)
 def fused_batch_norm_ex(c: Context, *operands: Node) -> list[Node]:
     y, *rest = fused_batch_norm(c, *operands[:5])
     for side in operands[5:]:
