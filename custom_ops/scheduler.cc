@@ -8,12 +8,14 @@
 namespace tf_stitch {
 namespace {
 
-constexpr double kMargin = 1.5;       // estimates are trusted this far where slack is concerned
-constexpr size_t kLookBack = 64;      // company that is further behind than this many units is not waited for
-constexpr int kEstimatesAge = 64;     // requests of a kind after which its remaining times are computed anew
-constexpr size_t kMaxKinds = 1024;    // remembered without a request
-constexpr size_t kMaxTenants = 4096;  // remembered without a request, unless they were set
-constexpr double kFollow = 0.1;       // weight of a new measurement
+constexpr double kMargin = 1.5;        // estimates are trusted this far where slack is concerned
+constexpr size_t kLookBack = 64;       // company that is further behind than this many units is not waited for
+constexpr int64_t kEstimatesAge = 64;  // requests of a kind after which its remaining times are computed anew
+constexpr double kOverdue = 3;         // times the usual gap between arrivals
+constexpr Micros kLongestGap = 10;     // between arrivals, in max_wait
+constexpr size_t kMaxKinds = 1024;     // remembered without a request
+constexpr size_t kMaxTenants = 4096;   // remembered without a request, unless they were set
+constexpr double kFollow = 0.1;        // weight of a new measurement
 constexpr double kLargestRatio = 10;
 constexpr int kMeasurements = 16;         // before a tenant is judged
 constexpr int kThrottledShare = 4;        // a throttled tenant has a fourth of its requests in flight, at least one
@@ -93,16 +95,14 @@ Policy::Kind* Policy::KindOf(const Work& work, Micros now) {
   if (kinds_.size() > kMaxKinds) {
     for (auto it = kinds_.begin(); it != kinds_.end();) it = it->second.held ? std::next(it) : kinds_.erase(it);
   }
-  auto [found, is_new] = kinds_.try_emplace(work.kind);
-  Kind& kind = found->second;
-  if (is_new) {
-    kind.at.assign(work.units.size() + 1, 0);
-  } else {
-    kind.gap += kFollow * (static_cast<double>(now - kind.last_arrival) - kind.gap);
-  }
+  Kind& kind = kinds_[work.kind];
+  if (kind.arrivals == 0) kind.at.assign(work.units.size() + 1, 0);
+  // Longer gaps all mean the same, that nobody is worth waiting for, and are forgotten faster so.
+  double gap = static_cast<double>(std::min(now - kind.last_arrival, kLongestGap * options_.max_wait));
+  kind.gap = kind.arrivals > 1 ? kind.gap + kFollow * (gap - kind.gap) : gap;
   kind.last_arrival = now;
-  if (is_new || ++kind.age >= kEstimatesAge) {
-    kind.age = 0;
+  if (++kind.arrivals >= kind.computed_at + std::min(kind.computed_at, kEstimatesAge)) {
+    kind.computed_at = kind.arrivals;
     kind.remaining_us.assign(work.units.size() + 1, 0);
     for (size_t i = work.units.size(); i-- > 0;) {
       const Unit& u = work.units[i];
@@ -276,20 +276,22 @@ void Policy::Remove(uint64_t id, Outcome outcome, Micros now) {
 
 Micros Policy::LatestStart(const Entry& e) const { return Plus(e.deadline, -kMargin * Remaining(e)); }
 
-// Whether a request that could share the unit is likely to be there before `until`: one of the same kind that is a
-// little behind, or one that is yet to come.
-bool Policy::CompanyExpected(const Entry& e, Micros until) const {
+// Whether a request of the same kind is a little behind.
+bool Policy::CompanyIsBehind(const Entry& e) const {
   for (size_t back = 1; back <= std::min(e.next, kLookBack); ++back) {
     if (e.kind->at[e.next - back] > 0) return true;
   }
-  double next_arrival = static_cast<double>(e.kind->last_arrival) + e.kind->gap;
-  return e.next == 0 && next_arrival < static_cast<double>(until);
+  return false;
 }
 
-// When an entry is to be issued though it could have more company.
+// When an entry is to be issued though it could have more company: where none is behind, once the next request of its
+// kind is overdue.
 Micros Policy::DueAt(const Entry& e, bool full) const {
+  if (full) return e.ready_since;
   Micros until = std::min(e.ready_since + std::max<Micros>(options_.max_wait - e.waited, 0), LatestStart(e));
-  return full || !CompanyExpected(e, until) ? e.ready_since : until;
+  if (CompanyIsBehind(e)) return until;
+  bool usual = e.next == 0 && e.kind->gap < static_cast<double>(options_.max_wait);
+  return usual ? std::min(until, Plus(e.kind->last_arrival, kOverdue * e.kind->gap)) : e.ready_since;
 }
 
 bool Policy::Better(const Candidate& a, const Candidate& b) const {

@@ -176,11 +176,12 @@ class Policy {
   // What requests of equal units have in common.
   struct Kind {
     std::vector<double> remaining_us;  // from unit i to the end; one more entry than units
-    int age = 0;                       // requests since remaining_us was computed
-    std::vector<int> at;               // requests, neither queued nor gone, by their next unit
+    int64_t arrivals = 0;
+    int64_t computed_at = 0;  // arrivals when remaining_us was computed
+    std::vector<int> at;      // requests, neither queued nor gone, by their next unit
     int held = 0;
     Micros last_arrival = 0;
-    double gap = 1e12;  // between arrivals, followed
+    double gap = 0;  // between arrivals, followed
   };
   struct Candidate {
     uint64_t cluster = 0;
@@ -199,7 +200,7 @@ class Policy {
   void Activate(Entry* e, Micros now);
   void MakeReady(Entry* e, Micros now);
   void TakeFromList(Entry* e);
-  bool CompanyExpected(const Entry& e, Micros until) const;
+  bool CompanyIsBehind(const Entry& e) const;
   Micros DueAt(const Entry& e, bool full) const;
   bool Better(const Candidate& a, const Candidate& b) const;
   void Fill(const Candidate& chosen, Micros now, Superkernel* out);

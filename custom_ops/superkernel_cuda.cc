@@ -47,7 +47,7 @@ std::unique_ptr<LaneStreams> LaneStreams::Make(const Driver& driver, int priorit
                                                std::string* error) {
   std::unique_ptr<LaneStreams> lane(new LaneStreams(driver, std::move(events)));
   lane->workspaces_.resize(kSides, nullptr);
-  for (size_t i = 0; i < kSides; ++i) {
+  for (size_t i = 0; i <= kSides; ++i) {
     Stream stream = nullptr;
     Result result = driver.StreamCreateWithPriority(&stream, kStreamNonBlocking, priority);
     if (result) return *error = Failed(driver, result, "making a stream"), nullptr;
@@ -74,9 +74,17 @@ LaneStreams::~LaneStreams() {
   }
 }
 
+std::string LaneStreams::CopyAhead(const std::function<std::string(Stream)>& copy) {
+  std::string error = copy(streams_.back());
+  if (!error.empty()) return error;
+  std::shared_ptr<EventTag> copied = events_->Record(streams_.back());
+  bool good = copied && !driver_.StreamWaitEvent(streams_[0], copied.get(), 0);
+  return good ? "" : "the streams of a superkernel cannot be joined";
+}
+
 std::string LaneStreams::SideBySide(const std::vector<Work>& work) {
   if (work.size() == 1) return work[0](streams_[0], workspaces_[0]);
-  size_t used = std::min(work.size(), streams_.size());
+  size_t used = std::min(work.size(), kSides);
   std::shared_ptr<EventTag> fork = events_->Record(streams_[0]);
   bool good = fork != nullptr;
   for (size_t i = 1; i < used && good; ++i) good = !driver_.StreamWaitEvent(streams_[i], fork.get(), 0);
@@ -195,7 +203,8 @@ void LaunchList::Add(std::vector<LaneStreams::Work> work) {
 }
 
 std::string LaunchList::Enqueue(TableMemory* table) {
-  std::string error = table->Copy(words_, streams_.main());
+  std::string error;
+  if (!words_.empty()) error = streams_.CopyAhead([&](Stream stream) { return table->Copy(words_, stream); });
   for (size_t i = 0; i < launches_.size() && error.empty(); ++i) error = launches_[i](table->device());
   return error;
 }

@@ -45,6 +45,9 @@ class LaneStreams {
 
   Stream main() const { return streams_[0]; }
 
+  // Enqueues `copy` beside what main() has, and before what it gets: tables are there before the device wants them.
+  std::string CopyAhead(const std::function<std::string(Stream)>& copy);
+
   // Sees to it that each of `count` pieces of work side by side has a workspace.  "" or the error.
   std::string AddWorkspaces(size_t count);
 
@@ -56,7 +59,7 @@ class LaneStreams {
 
   const Driver& driver_;
   const std::shared_ptr<EventPool> events_;
-  std::vector<Stream> streams_;  // the first is main()
+  std::vector<Stream> streams_;  // the first is main(), the last one is for copies
   std::vector<void*> workspaces_;
 };
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from tests.op import programs
 from tests.op.calls import specs_of, stitched
 from tests.op.test_coalesce import call, coalescing, stats
 from tests.op.test_op import chain_in_tf, floats
+from tf_stitch.program import serialize
+from tf_stitch.program.program import LibraryStep
 
 pytestmark = pytest.mark.gpu
 
-DEPTH, WIDTH = 4, 128
+DEPTH, WIDTH, ROWS = 6, 512, 96
 
 
 def layers(x, *weights):
@@ -27,31 +30,41 @@ def layers(x, *weights):
     return tf.nn.softmax(tf.linalg.matmul(heads, heads, transpose_b=True)), tf.reduce_sum(x, 1)
 
 
-@pytest.fixture(scope="module")
-def graph():
-    """The layers as a stitched graph whose kernels can take many requests; weights are its arguments."""
-    specs = [tf.TensorSpec([None, WIDTH]), *[tf.TensorSpec([WIDTH, WIDTH]), tf.TensorSpec([WIDTH])] * DEPTH]
+@functools.cache
+def rewritten(rows: int | None):
+    """The layers as a stitched graph whose kernels can take many requests; weights are its arguments.
+
+    Where the number of rows is known and large, products are library calls; else kernels compute them.
+    """
+    specs = [tf.TensorSpec([rows, WIDTH]), *[tf.TensorSpec([WIDTH, WIDTH]), tf.TensorSpec([WIDTH])] * DEPTH]
     with tf.device("/GPU:0"):
         concrete = tf.function(layers, autograph=False).get_concrete_function(*specs)
     options = tf_stitch.Options(target="cuda:sm_90", superkernels=True)
     stitched, _ = tf_stitch.rewrite_graph_def(concrete.graph.as_graph_def(), options=options)
-    assert any(n.op == "StitchedProgram" for n in stitched.node)
-    return stitched, [t.name for t in concrete.inputs], [t.name for t in concrete.outputs]
+    programs = [serialize.loads(n.attr["program"].s) for n in stitched.node if n.op == "StitchedProgram"]
+    calls = [s for p in programs for s in p.steps if isinstance(s, LibraryStep)]
+    assert programs and bool(calls) == (rows is not None)
+    return stitched, [t.name for t in concrete.inputs], [t.name for t in concrete.outputs], rows
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return rewritten(None)
 
 
 class Tenant:
     """A session of its own with weights of its own, which stay on the device."""
 
     def __init__(self, graph, name: str, seed: int):
-        definition, inputs, outputs = graph
+        definition, inputs, outputs, rows = graph
         rng = np.random.default_rng(seed)
         config = tf.compat.v1.ConfigProto()
         config.experimental.session_metadata.name = name
         config.gpu_options.allow_growth = True
         with tf.Graph().as_default() as g, tf.device("/GPU:0"):
-            self.x = tf.compat.v1.placeholder(tf.float32, [None, WIDTH])
+            self.x = tf.compat.v1.placeholder(tf.float32, [rows, WIDTH])
             shapes = [[WIDTH, WIDTH], [WIDTH]] * DEPTH
-            weights = [tf.compat.v1.Variable(rng.standard_normal(s).astype(np.float32) / 8, use_resource=True)
+            weights = [tf.compat.v1.Variable(rng.standard_normal(s).astype(np.float32) / 16, use_resource=True)
                        for s in shapes]
             names = [n.split(":")[0] for n in inputs]
             feeds = dict(zip(names, [self.x, *[w.read_value() for w in weights]], strict=True))
@@ -66,12 +79,14 @@ class Tenant:
 
 def close(got, want):
     for g, w in zip(got, want, strict=True):
-        np.testing.assert_allclose(g, w, rtol=2e-3, atol=2e-3)  # products of batches may sum in another order, in TF32
+        np.testing.assert_allclose(g, w, rtol=1e-2, atol=1e-2)  # batches of products may sum in another order, in TF32
 
 
-def test_many_tenants_of_one_model(graph):
-    tenants = [Tenant(graph, f"tenant_{i}", i) for i in range(6)]
-    xs = [np.random.default_rng(i).standard_normal((n, WIDTH)).astype(np.float32) for i, n in enumerate((1, 1, 7, 32))]
+@pytest.mark.parametrize("rows", [None, ROWS])
+def test_many_tenants_of_one_model(rows):
+    tenants = [Tenant(rewritten(rows), f"tenant_{i}", i) for i in range(6)]
+    sizes = (1, 1, 7, 32) if rows is None else (rows, rows)
+    xs = [np.random.default_rng(i).standard_normal((n, WIDTH)).astype(np.float32) for i, n in enumerate(sizes)]
     cases = [(t, x, t(x)) for t in tenants for x in xs]
     with coalescing(max_wait_us=10_000):
         def work(seed: int) -> int:
@@ -102,7 +117,7 @@ def test_equal_groups_give_equal_answers(graph):
 
 def test_cancelled_and_late_requests_leave_others_alone(graph):
     good, slow = Tenant(graph, "good", 1), Tenant(graph, "slow", 2)
-    x, large = np.ones((3, WIDTH), np.float32), np.ones((20_000, WIDTH), np.float32)
+    x, large = np.ones((3, WIDTH), np.float32), np.ones((5_000, WIDTH), np.float32)
     want = good(x)
     slow(large)
     call("set_tenant", "slow", {"priority": "best_effort", "max_in_flight": 2})

@@ -204,6 +204,37 @@ void AdmissionLooksAtTheQueue() {
   CHECK(c.Admit(6, "d", WorkOf({1})).kind == Policy::Verdict::kRejected);
 }
 
+// The first measured times count at once.
+void AdmissionFollowsMeasurements() {
+  Clock c;
+  CHECK(c.Held(1, "a", WorkOf({1}), c.now + 500));
+  CHECK(c.Next() == Ids{1});
+  c.Run(1000);
+  CHECK(c.Admit(2, "a", WorkOf({1}), c.now + 500).kind == Policy::Verdict::kRejected);
+  CHECK(c.Held(3, "a", WorkOf({1}), c.now + 1100));
+}
+
+// Waits for the next request only where they usually come soon enough.
+void WaitsForArrivalsThatAreUsual() {
+  Clock c({100, 64, 1000, 2});
+  uint64_t id = 1;
+  for (int i = 0; i < 3; ++i) {  // far apart: no wait
+    c.now += 1'000'000;
+    CHECK(c.Held(id++, "a", WorkOf({1})));
+    CHECK(c.Next().size() == 1);
+    c.Run(10);
+  }
+  for (int i = 0; i < 60; ++i) {  // now every 20 us
+    c.now += 20;
+    CHECK(c.Held(id++, "a", WorkOf({1})));
+    if (c.Next().size()) c.Run(1);
+  }
+  while (c.Next().size()) c.Run(1);
+  c.now += 19;
+  CHECK(c.Held(id++, "a", WorkOf({1})));
+  CHECK(c.Next().empty() && c.wake > c.now && c.wake <= c.now + 100);
+}
+
 void QuotasQueueThenReject() {
   Clock c;
   TenantOptions small;
@@ -458,6 +489,8 @@ int main(int argc, char** argv) {
   BestEffortJoinsOnlyWithinSlack();
   SharesFollowWeights();
   AdmissionLooksAtTheQueue();
+  AdmissionFollowsMeasurements();
+  WaitsForArrivalsThatAreUsual();
   QuotasQueueThenReject();
   DriftThrottles();
   PacksWhereMeasuredToPay();
