@@ -20,7 +20,7 @@ TOTAL, EACH = 5500, 75  # bytes per ns from the second-level cache: all multipro
 NEAR = 150  # bytes per ns from the first-level cache or shared memory
 KEPT = 160 * 1024  # bytes of operands that stay in the first-level cache until they are read again
 LATENCY = 300  # ns of a stage: first loads, sums over threads, barriers
-SECTOR = 32  # the least bytes that are fetched together
+RUN = 64  # bytes: shorter runs of neighbours take as long
 
 
 def is_product(item: Item) -> bool:
@@ -65,7 +65,7 @@ def _viewed(x: Node) -> Node:
 
 
 def _bytes(dot: Node, k: int, box: Sequence[int]) -> int:
-    """Bytes of operand ``k`` in a box of the product's domain, in whole sectors."""
+    """Bytes of operand ``k`` in a box of the product's domain, short runs as long ones."""
     x = dot.inputs[k]
     batch, contract = dot.attrs["batch"][k], dot.attrs["contract"][k]
     free = dot_free(x.rank, batch, contract)
@@ -75,7 +75,7 @@ def _bytes(dot: Node, k: int, box: Sequence[int]) -> int:
     extents = [box[loop[a]] for a in range(x.rank)]
     each = DTYPES[x.dtype].size
     run = max(extents[-1] if extents else 1, 1) * each
-    return math.prod(extents) * each * max(1, SECTOR // run)
+    return math.prod(extents) * each * max(1, RUN // run)
 
 
 def _is_near(recent: dict[Node, int], x: Node, count: int) -> bool:

@@ -151,7 +151,7 @@ def candidates(shape: Shape, elements: int, wide: Sequence[int], least: int) -> 
             yield tile
 
 
-PANELS = (8, 16, 32, 64)  # columns of a product that a block may own
+PANELS = (16, 32, 64)  # columns of a product that a block may own
 FEW_ROWS = 16  # rows that one block may own although fewer would do for all cores to have one
 
 
