@@ -29,7 +29,7 @@ MANY_NODES = 100  # of a part; then only tiles are tried that are likely to be g
 FEW_TILES = 2  # that are tried for products besides those made for them
 GOOD_ENOUGH = 1.2  # a tile that computes at most this many times the least work ends the search
 
-Known = dict[Hashable, Tile]
+Known = dict[Hashable, Tile | str]  # the best tile of parts alike, or why they have none
 
 
 def build(group: Group, target: Target, wanted: Schedule | None = None,
@@ -37,7 +37,8 @@ def build(group: Group, target: Target, wanted: Schedule | None = None,
     """The schedule of a group on a target.
 
     ``wanted`` is the schedule of the largest output, over its dims after :func:`collapse`; left out, the one with
-    the lowest estimated time is taken.  ``known`` remembers which tile that was for parts alike, between calls.
+    the lowest estimated time is taken.  ``known`` remembers between calls which tile that was for parts alike, or why
+    there is none.
 
     Raises Unschedulable when some output's blocks cannot be made to fit the others', or when a block's values
     do not fit on chip; the planner then splits the group.
@@ -134,16 +135,39 @@ def _build_part(nodes: list[Node], outputs: list[Node], target: Target, wanted: 
 
     if wanted:
         return attempt(wanted.tile(primary.shape)).part
-    tiles = _tiles(primary, nodes, target)
-    if have_products(nodes, target):
-        made_for = product_tiles(primary.shape, target.cores, len(nodes) > MANY_NODES and _is_chain(nodes))
-        tiles = itertools.chain(made_for, itertools.islice(tiles, FEW_TILES))
-        return _product_part(attempt, tiles, _alike(nodes, outputs), known)
+    if target.is_host:
+        return _chosen(attempt, _tiles(primary, nodes, target), primary, outputs)
+    alike = _alike(nodes, outputs, primary)
+    found = known.get(alike)
+    if isinstance(found, str):
+        raise Unschedulable(found)
+    if found is not None:
+        with contextlib.suppress(Unschedulable):
+            return attempt(found).part
+    try:
+        if have_products(nodes, target):
+            best = _best(attempt, _product_tiles(primary, nodes, target))
+            known[alike] = best.tile
+            return best.made.part
+        return _chosen(attempt, _tiles(primary, nodes, target), primary, outputs)
+    except Unschedulable as e:
+        known[alike] = str(e)
+        raise
+
+
+def _chosen(attempt: Callable[[Tile], Attempt], tiles: Iterable[Tile], primary: Node, outputs: list[Node]) -> Part:
+    """The part that the best tile gives, if it does not repeat work or leave cores idle."""
     best = _best(attempt, tiles, GOOD_ENOUGH).made
     if best.time > SERIAL * best.ideal + SMALL_TIME and best.part.kept - set(outputs):
         raise Unschedulable(f"Blocks that compute '{primary.origin or primary}' would repeat each other's work or "
                             "leave most cores idle; split the group.")
     return best.part
+
+
+def _product_tiles(primary: Node, nodes: list[Node], target: Target) -> Iterator[Tile]:
+    """Tiles to try for a part with products on a GPU."""
+    yield from product_tiles(primary.shape, target.cores, len(nodes) > MANY_NODES and _is_chain(nodes))
+    yield from itertools.islice(_tiles(primary, nodes, target), FEW_TILES)
 
 
 def _tiles(primary: Node, nodes: list[Node], target: Target) -> Iterator[Tile]:
@@ -156,16 +180,6 @@ def _tiles(primary: Node, nodes: list[Node], target: Target) -> Iterator[Tile]:
     elements = max(per_block * share // max(total, share), 1)
     least = max(LINES // max(DTYPES[n.dtype].size for n in nodes), 16)
     return candidates(primary.shape, elements, _contiguous_dims(primary, nodes), least)
-
-
-def _product_part(attempt: Callable[[Tile], Attempt], tiles: Iterable[Tile], alike: Hashable, known: Known) -> Part:
-    """The fastest part for products; what was the best tile for a part like it is taken at once."""
-    if alike in known:
-        with contextlib.suppress(Unschedulable):
-            return attempt(known[alike]).part
-    best = _best(attempt, tiles)
-    known[alike] = best.tile
-    return best.made.part
 
 
 class _Made(NamedTuple):
@@ -205,7 +219,7 @@ def _is_chain(nodes: Sequence[Node]) -> bool:
     return False
 
 
-def _alike(nodes: Sequence[Node], outputs: Sequence[Node]) -> Hashable:
+def _alike(nodes: Sequence[Node], outputs: Sequence[Node], primary: Node) -> Hashable:
     """Equal for parts that differ in constants and in where their slices begin."""
     number = {n: k for k, n in enumerate(nodes)}
     out = []
@@ -213,7 +227,7 @@ def _alike(nodes: Sequence[Node], outputs: Sequence[Node]) -> Hashable:
         attrs = tuple((k, v) for k, v in sorted(n.attrs.items()) if k not in ("value", "starts", "index"))
         inputs = tuple(number.get(x, x.shape) for x in n.inputs)
         out.append((n.op, n.shape, n.dtype, repr(attrs), inputs))
-    return tuple(out), tuple(number[o] for o in outputs)
+    return tuple(out), tuple(number[o] for o in (primary, *outputs))
 
 
 def _folded_work(node: Node) -> int:
