@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -45,7 +46,7 @@ from .serving_tenants import KINDS, prepare, tenants
 EACH = 4           # tenants of each, with weights of their own
 SLO_MS = 50.0
 MEMORY_MB = 6144   # of each virtual GPU
-FLOOD = 4          # requests that a best-effort tenant always has under way
+FLOOD = 2          # requests that a best-effort tenant always has under way
 
 
 # --- the mixed load ---------------------------------------------------------------------------------
@@ -224,56 +225,85 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="only rewrite the models for a GPU, into DIR")
     parser.add_argument("--target", default="cuda:sm_90", help="of --prepare")
     parser.add_argument("--prepared", type=Path, metavar="DIR", help="use what --prepare wrote instead of rewriting")
+    parser.add_argument("--until", type=float, default=math.inf, metavar="S", help="begin nothing after this time")
     args = parser.parse_args(argv)
     if args.prepare:
         prepare(args.kinds.split(","), args.prepare, args.target)
         return 0
-    begin = time.perf_counter()
-
-    def say(text: str) -> None:
-        print(f"[{time.perf_counter() - begin:6.1f} s] {text}", flush=True)
-
-    kinds = args.kinds.split(",")
-    devices = virtual_gpus(len(kinds) * args.each, MEMORY_MB)
-    results = Results(args.out, {
-        "title": f"{len(kinds) * args.each} tenants ({', '.join(kinds)}), SLO {args.slo_ms:.0f} ms", **machine(),
-        "command": "python -m models.serving " + " ".join(sys.argv[1:] if argv is None else argv)})
-    policies = [p for p in args.policies.split(",") if p]
     with tempfile.TemporaryDirectory(prefix="tf_stitch_tenants_") as temporary:
-        results.facts["empty_model"] = cost(Path(temporary))
-        say(f"a model that does nothing: {results.facts['empty_model']}")
-        used = {*(policies if "search" in args.parts else ()),
-                *(args.mixed_policies.split(",") if "mixed" in args.parts else ()),
-                *(("superkernel",) if "soak" in args.parts else ())}
-        models = tenants(kinds, args.each, Path(temporary), sorted(used), slo_ms=args.slo_ms, prepared=args.prepared,
-                         say=say)
-        if "search" in args.parts:
-            starts = _starts(args.start)
-            for policy in policies:
-                plan = serve_bench.Plan(policies=[policy], seconds=args.seconds, start=starts.get(policy, 50.0),
-                                        probes=args.probes, threads=args.threads, scheduler=json.loads(args.scheduler))
-                results.rows += serve_bench.run(models, plan, devices, say)
-                results.write()
-        if "mixed" in args.parts:
-            critical = args.critical or models[0].client.name
-            models.sort(key=lambda m: m.client.name != critical)
-            for policy in filter(available, args.mixed_policies.split(",")):
-                try:
-                    results.mixed += mixed(models, policy, devices, Path(temporary), args.mixed_rate,
-                                           args.mixed_seconds, say)
-                except StitchError as error:
-                    say(f"{policy}: {error}")
-                results.write()
-        if "soak" in args.parts:
-            policy = "superkernel" if available("superkernel") else "stitched"
-            results.soak = soak.held(soak.real(models, policy), args.soak_seconds, coalesce=policy == "superkernel",
-                                     config=devices.config)
-            results.write()
-    results.print(Console(width=200))
-    bad = sum(r.bad for r in results.rows) + sum(r["wrong"] + r["failed"] for r in results.mixed)
-    bad += len(results.soak.get("problems", []))
-    say(f"written to {args.out}")
-    return int(bad > 0)
+        return _Run(args, Path(temporary), list(sys.argv[1:] if argv is None else argv)).run()
+
+
+class _Run:
+    """One run of the command: its steps, each of which may fail without harm to the others."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, command: list[str]) -> None:
+        self.args, self.folder, self.begin = args, folder, time.perf_counter()
+        self.kinds = args.kinds.split(",")
+        self.parts = args.parts.split(",")
+        self.policies = [p for p in args.policies.split(",") if p] if "search" in self.parts else []
+        self.mixed_policies = args.mixed_policies.split(",") if "mixed" in self.parts else []
+        self.devices = virtual_gpus(len(self.kinds) * args.each, MEMORY_MB)
+        title = f"{len(self.kinds) * args.each} tenants ({', '.join(self.kinds)}), SLO {args.slo_ms:.0f} ms"
+        self.results = Results(args.out, {"title": title, **machine(),
+                                          "command": " ".join(["python -m models.serving", *command])})
+        self.failed = 0
+
+    def run(self) -> int:
+        """All steps; 1 when an answer was wrong or a step failed."""
+        args, results = self.args, self.results
+        results.facts["empty_model"] = cost(self.folder)
+        self.say(f"a model that does nothing: {results.facts['empty_model']}")
+        used = {*self.policies, *self.mixed_policies, *(["superkernel"] if "soak" in self.parts else [])}
+        self.models = tenants(self.kinds, args.each, self.folder, sorted(used), slo_ms=args.slo_ms,
+                              prepared=args.prepared, say=self.say)
+        for policy in dict.fromkeys([*self.policies, *self.mixed_policies]):
+            if policy in self.policies:
+                self.step(f"search of {policy}", lambda policy=policy: self.search(policy))
+            if policy in self.mixed_policies and available(policy):
+                self.step(f"mixed load of {policy}", lambda policy=policy: self.mixed(policy))
+        if "soak" in self.parts:
+            self.step("soak", self.soak)
+        results.print(Console(width=200))
+        bad = sum(r.bad for r in results.rows) + sum(r["wrong"] + r["failed"] for r in results.mixed)
+        self.say(f"written to {args.out}")
+        return int(bad + len(results.soak.get("problems", [])) + self.failed > 0)
+
+    def step(self, name: str, work: Callable[[], None]) -> None:
+        """Runs a step, while there is time, and writes what is there so far."""
+        if time.perf_counter() - self.begin > self.args.until:
+            self.say(f"no time for the {name}")
+            return
+        try:
+            work()
+        except (StitchError, tf.errors.OpError) as error:
+            self.failed += 1
+            self.say(f"the {name} failed: {type(error).__name__}: {error}")
+        self.results.write()
+
+    def search(self, policy: str) -> None:
+        """The highest rate of a policy."""
+        args = self.args
+        plan = serve_bench.Plan(policies=[policy], seconds=args.seconds, start=_starts(args.start).get(policy, 50.0),
+                                probes=args.probes, threads=args.threads, scheduler=json.loads(args.scheduler))
+        self.results.rows += serve_bench.run(self.models, plan, self.devices, self.say)
+
+    def mixed(self, policy: str) -> None:
+        """The mixed load under a policy."""
+        critical = self.args.critical or self.models[0].client.name
+        models = sorted(self.models, key=lambda m: m.client.name != critical)
+        self.results.mixed += mixed(models, policy, self.devices, self.folder, self.args.mixed_rate,
+                                    self.args.mixed_seconds, self.say)
+
+    def soak(self) -> None:
+        """models.soak with these tenants."""
+        policy = "superkernel" if available("superkernel") else "stitched"
+        self.results.soak = soak.held(soak.real(self.models, policy), self.args.soak_seconds,
+                                      coalesce=policy == "superkernel", config=self.devices.config)
+
+    def say(self, text: str) -> None:
+        """Prints, with the time since the run began."""
+        print(f"[{time.perf_counter() - self.begin:6.1f} s] {text}", flush=True)
 
 
 if __name__ == "__main__":

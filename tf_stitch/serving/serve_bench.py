@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tensorflow as tf
 from rich.table import Table
 
 from ..errors import OptionError, StitchError
@@ -112,8 +113,8 @@ def _of_policy(policy: str, models: Sequence[Model], plan: Plan, devices: Device
     say(f"{policy}: loading {len(models)} models")
     try:
         server = serve(policy, models, devices, work, plan.scheduler)
-    except StitchError as error:
-        yield Row(policy, len(models), skipped=str(error))
+    except (StitchError, tf.errors.OpError) as error:
+        yield Row(policy, len(models), skipped=str(error).splitlines()[0])
         return
     with contextlib.closing(server):
         bench = _Bench(policy, server, [m.client for m in models], plan, say)
