@@ -253,11 +253,38 @@ std::string CudaDevice::Enqueue(cuda::LaneStreams* lane, std::vector<Member>* me
     }
     return lane->SideBySide(work);
   }
+  bool started = false;
+  std::string error = EnqueuePacked(requests, unit, lane, under_way, &started);
+  if (error.empty() || started) return error;
+  cuda::Note("tf_stitch: requests run without superkernels: " + error + ".");
+  return EnqueueApart(requests, unit, lane);
+}
+
+// `started` says whether anything was enqueued.
+std::string CudaDevice::EnqueuePacked(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaneStreams* lane,
+                                      UnderWay* under_way, bool* started) {
   cuda::LaunchList list(driver_, lane);
   std::string error = Pack(requests, unit, &list);
   if (!error.empty()) return error;
   under_way->table = Table(list.table_bytes());
+  if (under_way->table->bytes() < list.table_bytes()) {
+    under_way->table.reset();
+    return "there is no memory for their tables";
+  }
+  *started = true;
   return list.Enqueue(under_way->table.get());
+}
+
+// Needs no memory: one request after the other.
+std::string CudaDevice::EnqueueApart(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaneStreams* lane) {
+  const CudaWork& work = *requests[0]->cuda_work;
+  std::string error;
+  for (CudaRequest* r : requests) {
+    for (size_t i = work.begin[unit]; i < work.begin[unit + 1] && error.empty(); ++i) {
+      error = r->ready->Enqueue(i, r->memory, r->workspace, lane->main());
+    }
+  }
+  return error;
 }
 
 std::string CudaDevice::Pack(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaunchList* list) {

@@ -73,6 +73,9 @@ class CudaDevice : public Device {
   CudaDevice(const cuda::Driver& driver, cuda::Context context);
   std::string WaitFor(cuda::Stream stream, size_t lane, const CudaRequest& request);
   std::string Enqueue(cuda::LaneStreams* lane, std::vector<Member>* members, UnderWay* under_way);
+  std::string EnqueuePacked(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaneStreams* lane,
+                            UnderWay* under_way, bool* started);
+  static std::string EnqueueApart(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaneStreams* lane);
   std::string Pack(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaunchList* list);
   std::string PackLaunch(const std::vector<CudaRequest*>& requests, size_t launch, cuda::LaunchList* list);
   std::shared_ptr<cuda::TableMemory> Table(size_t bytes);
