@@ -7,6 +7,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <set>
@@ -20,10 +21,13 @@
 namespace tf_stitch {
 namespace {
 
+constexpr double kMostThreads = 256;  // each lane is one, each worker too
+
 // What a value of an options object may be.
 struct Field {
   double least;
   std::function<void(double)> set;
+  double most = 1e15;
 };
 
 // Reads an options object; "" or a sentence.
@@ -35,7 +39,7 @@ std::string ReadOptions(const char* json, const std::map<std::string, Field>& fi
   for (const auto& [name, value] : values.numbers()) {
     auto field = fields.find(name);
     if (field == fields.end()) return "There is no numeric option '" + name + "'.";
-    if (value < field->second.least || value > 1e15) return "Option '" + name + "' is out of range.";
+    if (value < field->second.least || value > field->second.most) return "Option '" + name + "' is out of range.";
     field->second.set(value);
   }
   for (const auto& [name, value] : values.strings()) {
@@ -48,7 +52,9 @@ std::string ReadOptions(const char* json, const std::map<std::string, Field>& fi
 
 template <class T>
 std::function<void(double)> Into(T* target, double scale = 1) {
-  return [target, scale](double value) { *target = static_cast<T>(value * scale); };
+  return [target, scale](double value) {
+    *target = static_cast<T>(std::min(value * scale, static_cast<double>(std::numeric_limits<T>::max())));
+  };
 }
 
 std::string ReadSettings(const char* json, CoalescingOptions* out, std::string* estimates) {
@@ -59,8 +65,8 @@ std::string ReadSettings(const char* json, CoalescingOptions* out, std::string* 
                       {"max_pack", {1, Into(&policy.max_pack)}},
                       {"max_instances", {1, Into(&policy.max_instances)}},
                       {"drift", {1, Into(&policy.drift)}},
-                      {"workers", {0, Into(&out->workers)}},
-                      {"lanes", {1, Into(&out->lanes)}}},
+                      {"workers", {0, Into(&out->workers), kMostThreads}},
+                      {"lanes", {1, Into(&out->lanes), kMostThreads}}},
                      {{"estimates", [estimates](const std::string& s) { return *estimates = s, true; }}});
 }
 

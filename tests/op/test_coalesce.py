@@ -230,6 +230,7 @@ def test_switched_while_requests_come():
 
 @pytest.mark.parametrize("options, why", [
     ({"max_pack": 0}, "'max_pack' is out of range"), ({"no_such": 1}, "no numeric option 'no_such'"),
+    ({"workers": 10**6}, "'workers' is out of range"), ({"lanes": 10**6}, "'lanes' is out of range"),
     ({"estimates": 3}, "no numeric option 'estimates'"), ({"max_wait_us": "long"}, "no option 'max_wait_us' that is")])
 def test_wrong_options(options, why):
     with pytest.raises(ValueError, match=why):

@@ -409,11 +409,36 @@ def test_earliest_deadline_first(gate):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"slo_ms": 0}, "'slo_ms' is 0"), ({"priority": "low"}, "'low' is not known"), ({"weight": -1}, "'weight'"),
-    ({"max_queue": 0}, "'max_queue'"), ({"max_in_flight": 0}, "'max_in_flight'")])
+    ({"max_queue": 0}, "'max_queue'"), ({"max_in_flight": 0}, "'max_in_flight'"),
+    ({"slo_ms": float("inf")}, "'slo_ms' is inf; it must be above 0 and finite"),
+    ({"slo_ms": float("nan")}, "'slo_ms' is nan")])
 def test_options(session, options, message):
     with pytest.raises(OptionError, match=message):
         session.add("a", scaled(2.0), **options)
     assert session.tenants == []
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", 3])
+def test_names_that_the_scheduler_could_not_tell_apart(session, name):
+    with pytest.raises(OptionError, match="text without NUL"):
+        session.add(name, scaled(2.0))
+
+
+def test_timeouts_that_are_never_or_past(session):
+    session.add("a", scaled(2.0), verify=False)
+    with pytest.raises(OptionError, match="'timeout_ms' is nan"):
+        session.submit("a", rows(1), timeout_ms=float("nan"))
+    for never in (1e300, float("inf")):
+        assert session.run("a", rows(1), timeout_ms=never)
+    for past in (0, -1):
+        with pytest.raises(tf.errors.DeadlineExceededError):
+            session.run("a", rows(1), timeout_ms=past)
+
+
+def test_lists_of_other_lengths(session):
+    session.add("a", scaled(2.0), verify=False)
+    with pytest.raises(OptionError, match="is no array"):
+        session.submit("a", [[1.0], [1.0, 2.0]])
 
 
 @BOTH

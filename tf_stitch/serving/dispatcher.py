@@ -24,6 +24,7 @@ from .model import Endpoint, ServedModel
 from .tally import Tally
 
 THREAD_NAME = "tf_stitch_request"
+NEVER_S = 1e9  # timeouts beyond it (30 years) are none: TensorFlow takes no such numbers of microseconds
 NO_SLO_S = 1.0  # how urgent requests without a deadline are, to order them with others
 now = time.perf_counter
 
@@ -167,7 +168,7 @@ class Dispatcher:
         if left <= 0:
             return None, tf.errors.DeadlineExceededError(None, None, "The request's time was over before it ran.")
         try:
-            timeout_ms = 0 if left == math.inf else max(1, math.ceil(left * 1e3))
+            timeout_ms = 0 if left >= NEVER_S else max(1, math.ceil(left * 1e3))
             return request.endpoint(request.arrays, timeout_ms), None
         except Exception as error:
             return None, error

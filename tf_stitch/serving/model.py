@@ -47,7 +47,10 @@ class Input:
         return value
 
     def _converted(self, value: Any) -> np.ndarray:
-        raw = np.asarray(value)
+        try:
+            raw = np.asarray(value)
+        except ValueError as error:  # a list of lists of other lengths, say
+            raise OptionError(f"Input '{self.name}' is no array ({error}).") from None
         if not _converts(raw.dtype, self.dtype):
             raise OptionError(f"Input '{self.name}' is of {raw.dtype.name}, and the signature takes {self.dtype.name}.")
         converted = raw.astype(self.dtype)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import tempfile
@@ -114,7 +115,7 @@ class StitchSession:
         """Adds a tenant, warmed up: requests by ``name`` are taken when this returns.
 
         Args:
-          name: any text, not in use.
+          name: any text without NUL characters, not empty and not in use.
           model: a SavedModel folder, stitched or not, a Keras model, or a function (outputs are "output_0", ... unless
             it returns a dict).
           slo_ms: milliseconds within which an answer is due; requests are ordered by it, and metrics judge by it.
@@ -132,6 +133,8 @@ class StitchSession:
 
         Raises OptionError, SavedModelError, VerifyError.
         """
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise OptionError(f"A tenant's name is text without NUL characters, and not empty; {name!r} is not.")
         entitled = _entitled(slo_ms, priority, weight, max_in_flight, max_queue)
         slo_s = None if slo_ms is None else slo_ms / 1e3
         with self._changes:
@@ -211,11 +214,11 @@ class StitchSession:
         DeadlineExceededError, wherever it is.  The future can be cancelled until its answer is there; a request that
         runs already then runs to its end, and the answer is dropped.
 
-        Raises OptionError when the inputs do not fit or there is no such tenant, ResourceExhaustedError when the
-        tenant has too many requests, UnavailableError when none are taken any more.
+        Raises OptionError when the inputs do not fit, the timeout is no number or there is no such tenant,
+        ResourceExhaustedError when the tenant has too many requests, UnavailableError when none are taken any more.
         """
         tenant = self._tenants.get(name) or self._tenant(name)
-        request = self._dispatcher.submit(tenant, signature, inputs, None if timeout_ms is None else timeout_ms / 1e3)
+        request = self._dispatcher.submit(tenant, signature, inputs, _timeout_s(timeout_ms))
         recorder = self._recorder
         if recorder is not None:
             recorder.note(name, request)
@@ -399,9 +402,18 @@ def _entitled(slo_ms: float | None, priority: str, weight: float, max_in_flight:
         raise OptionError(f"Priority '{priority}' is not known; use {' or '.join(map(repr, PRIORITIES))}.")
     for what, value in (("slo_ms", slo_ms), ("weight", weight), ("max_in_flight", max_in_flight),
                         ("max_queue", max_queue)):
-        if value is not None and not value > 0:
-            raise OptionError(f"Option '{what}' is {value}; it must be above 0.")
+        if value is not None and not 0 < value < math.inf:
+            raise OptionError(f"Option '{what}' is {value}; it must be above 0{' and finite' * (value == math.inf)}.")
     return {"slo_ms": slo_ms, "priority": priority, "weight": weight}  # the dispatcher sees to the other two
+
+
+def _timeout_s(timeout_ms: float | None) -> float | None:
+    """Raises OptionError for NaN, which cannot be put in order with other requests' deadlines."""
+    if timeout_ms is None or timeout_ms == math.inf:
+        return None
+    if math.isnan(timeout_ms):
+        raise OptionError("Option 'timeout_ms' is nan; it must be a number of milliseconds.")
+    return timeout_ms / 1e3
 
 
 def _warm(model: ServedModel, how: bool | Sequence[Inputs]) -> None:
