@@ -20,8 +20,8 @@ extern "C" {
 //   max_wait_us     what one request may wait for company in all, within its slack (100)
 //   max_pack        problems in one superkernel at most (64)
 //   max_instances   requests held at most, per device; the threads that bring more wait (4096)
-//   workers         superkernels under way at a time on the CPU (number of cores, at most 4)
-//   lanes           streams that superkernels of different clusters run on side by side on a GPU (4)
+//   workers         superkernels under way at a time on the CPU (number of cores, at most 4; 256 at most)
+//   lanes           streams that superkernels of different clusters run on side by side on a GPU (4; 256 at most)
 //   drift           measured over estimated time above which a tenant is throttled, relative to all others (2)
 // and the string
 //   estimates       file that measured times are kept in (the performance library); read now, written when the
