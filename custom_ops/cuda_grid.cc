@@ -89,7 +89,26 @@ std::string CudaGrid::Prepare(const cuda::Driver& driver, int64_t max_shared_byt
   int64_t room = int64_t{processors} * resident;
   *pays = cooperative && room && table_.blocks <= kRounds * room * static_cast<int64_t>(phases());
   blocks_ = static_cast<unsigned>(std::min(room, table_.most_blocks));
-  return "";
+  return *pays ? KeepOperands(driver, processors, max_shared_bytes) : "";
+}
+
+// Keeps operands on the chip if all blocks of the launch stay resident.
+std::string CudaGrid::KeepOperands(const cuda::Driver& driver, int64_t processors, int64_t max_shared_bytes) {
+  GridTable plain = table_;
+  kept_ = MarkKept(grid_, blocks_, &table_);
+  int64_t at = (table_.shared_bytes + 15) / 16 * 16;
+  int resident = 0;
+  cuda::Result result = cuda::kSuccess;
+  if (kept_ && at + kept_ <= max_shared_bytes) {
+    result = driver.OccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel_, static_cast<int>(threads_),
+                                                              static_cast<size_t>(at + kept_));
+  }
+  if (!result && processors * resident >= int64_t{blocks_}) {
+    kept_at_ = at;
+  } else {
+    table_ = std::move(plain);
+  }
+  return result ? cuda::Describe(driver, result) + " while asking how many blocks of '" + grid_.kernel + "' fit" : "";
 }
 
 uint64_t CudaGrid::counters_of_slot(size_t slot) const {
@@ -104,6 +123,7 @@ void CudaGrid::FillWords(void* const* memory, uint64_t counters, uint64_t* words
   *words++ = counters;
   *words++ = 0;
   *words++ = phases();
+  *words++ = static_cast<uint64_t>(kept_at_);
   *words++ = arena_buffer_ < 0 ? 0 : address(static_cast<uint32_t>(arena_buffer_)) - plan_.arena_offset[arena_buffer_];
   for (uint32_t id : grid_.bases) *words++ = address(id);
 }

@@ -49,7 +49,7 @@ class CudaGrid {
   cuda::Function kernel() const { return kernel_; }
   unsigned blocks() const { return blocks_; }
   unsigned threads() const { return threads_; }
-  unsigned shared_bytes() const { return static_cast<unsigned>(table_.shared_bytes); }
+  unsigned shared_bytes() const { return static_cast<unsigned>(kept_at_ < 0 ? table_.shared_bytes : kept_at_ + kept_); }
   size_t phases() const { return table_.first_record.size(); }
 
   // Bytes of the counters that a run needs.
@@ -57,13 +57,14 @@ class CudaGrid {
   uint64_t counters_of_slot(size_t slot) const;
 
   // The parameter (struct ts_grid of ts_grid.h) has this many words of 64 bits.
-  size_t words() const { return 6 + grid_.bases.size(); }
+  size_t words() const { return 7 + grid_.bases.size(); }
   void FillWords(void* const* memory, uint64_t counters, uint64_t* words) const;
 
  private:
   CudaGrid(const Program& program, const Plan& plan, const Grid& grid) : program_(program), plan_(plan), grid_(grid) {}
 
   std::string Prepare(const cuda::Driver& driver, int64_t max_shared_bytes, bool* pays);
+  std::string KeepOperands(const cuda::Driver& driver, int64_t processors, int64_t max_shared_bytes);
 
   const Program& program_;
   const Plan& plan_;
@@ -71,6 +72,7 @@ class CudaGrid {
   cuda::Function kernel_ = nullptr;
   unsigned blocks_ = 0, threads_ = 0;
   GridTable table_;                      // its contents are in device_
+  int64_t kept_at_ = -1, kept_ = 0;      // operands kept in shared memory: where they begin, bytes; nothing if negative
   int64_t arena_buffer_ = -1;            // any buffer of the steps that lies in the arena
   std::unique_ptr<DeviceBytes> device_;  // records, words, counters of all slots
 };

@@ -82,4 +82,34 @@ bool MakeGridTable(const Program& program, const Plan& plan, const Grid& grid, G
   return true;
 }
 
+int64_t MarkKept(const Grid& grid, int64_t thread_blocks, GridTable* table) {
+  std::vector<GridRecord>& records = table->records;
+  size_t phases = table->first_record.size();
+  auto end_of = [&](size_t phase) { return phase + 1 < phases ? table->first_record[phase + 1] : records.size() - 2; };
+  auto single = [&](size_t phase) { return records[end_of(phase) - 1].end <= thread_blocks; };
+  auto same = [&](const GridRecord& a, const GridRecord& b) {
+    int32_t kernel = a.kernel & (kKeeps - 1);
+    if (kernel != (b.kernel & (kKeeps - 1)) || a.begin != b.begin || a.end != b.end) return false;
+    const std::vector<uint32_t>& inputs = grid.keeps[static_cast<size_t>(kernel)].inputs;
+    return std::all_of(inputs.begin(), inputs.end(), [&](uint32_t i) {
+      return table->words[static_cast<size_t>(a.words) + i] == table->words[static_cast<size_t>(b.words) + i];
+    });
+  };
+  int64_t kept = 0;
+  for (size_t p = 0; p + 1 < phases; ++p) {
+    if (!single(p) || !single(p + 1)) continue;
+    for (size_t i = table->first_record[p]; i < end_of(p); ++i) {
+      auto bytes = static_cast<int64_t>(grid.keeps[static_cast<size_t>(records[i].kernel & (kKeeps - 1))].bytes);
+      auto next = std::find_if(records.begin() + static_cast<int64_t>(end_of(p)),
+                               records.begin() + static_cast<int64_t>(end_of(p + 1)),
+                               [&](const GridRecord& r) { return bytes && same(records[i], r); });
+      if (next == records.begin() + static_cast<int64_t>(end_of(p + 1))) continue;
+      next->kernel |= kRecalls;
+      if (!(records[i].kernel & kRecalls)) records[i].kernel |= kKeeps;
+      kept = std::max(kept, bytes);
+    }
+  }
+  return kept;
+}
+
 }  // namespace tf_stitch

@@ -15,6 +15,8 @@ struct GridRecord {
   int32_t phase, kernel, words, addresses, count, begin, end, before;
 };
 
+constexpr int32_t kKeeps = 1 << 16, kRecalls = 1 << 17;  // added to a record's kernel
+
 // Phases without work are left out.  Two records end the table.
 struct GridTable {
   std::vector<GridRecord> records;
@@ -27,6 +29,11 @@ struct GridTable {
 
 // The table of a program's grid; false when it has more blocks or words than its records can count.
 bool MakeGridTable(const Program& program, const Plan& plan, const Grid& grid, GridTable* table);
+
+// Marks problems whose operands the next phase finds in shared memory when the grid has so many thread blocks: those of
+// the same body, blocks and operands there, if no thread block has two blocks of either phase.  Returns how many bytes
+// a block keeps at most.
+int64_t MarkKept(const Grid& grid, int64_t thread_blocks, GridTable* table);
 
 }  // namespace tf_stitch
 

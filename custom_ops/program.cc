@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <iterator>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -13,6 +14,7 @@ namespace {
 constexpr char kMagic[4] = {'T', 'F', 'S', 'P'};
 constexpr uint8_t kVersion = 2;
 constexpr size_t kHeader = 9;                   // magic, version, crc32
+constexpr uint64_t kMostKept = 1 << 24;         // bytes
 constexpr size_t kLargestConvNumber = 1 << 20;  // a stride, padding, dilation or number of groups is below this
 
 enum Section : uint8_t { kNames = 1, kSymbols, kExprs, kBuffers, kSteps, kGuards, kCode, kText, kGrids };
@@ -299,7 +301,8 @@ class Parser {
     for (Grid& g : p_.grids) {
       g.kernel = Name(r);
       g.bodies.resize(r.Count());
-      for (std::string& body : g.bodies) body = Name(r);
+      g.keeps.resize(g.bodies.size());
+      for (size_t i = 0; i < g.bodies.size(); ++i) Body(r, &g.bodies[i], &g.keeps[i]);
       g.bases.resize(r.Count());
       for (uint32_t& b : g.bases) b = r.Index(p_.buffers.size(), "buffer");
       g.first = g.end = r.Index(p_.steps.size(), "step");
@@ -310,6 +313,14 @@ class Parser {
       }
       if (r.ok() && g.phases.empty()) r.Fail("a grid has no phases");
     }
+  }
+
+  void Body(Reader& r, std::string* kernel, Grid::Keeps* keeps) {
+    *kernel = Name(r);
+    keeps->bytes = r.Unsigned();
+    if (keeps->bytes > kMostKept) r.Fail("a block keeps more than a device has room for");
+    keeps->inputs.resize(r.Count());
+    for (uint32_t& i : keeps->inputs) i = r.Index(p_.buffers.size(), "position");
   }
 
   // Checks what spans sections, and finds each buffer's backing memory and life.
@@ -410,7 +421,11 @@ class Parser {
     for (const Grid& g : p_.grids) {
       if (g.first < step) return Error("its grids overlap or are out of order");
       GridNames names;
-      names.bodies.insert(g.bodies.begin(), g.bodies.end());
+      for (size_t i = 0; i < g.bodies.size(); ++i) {
+        const std::vector<uint32_t>& kept = g.keeps[i].inputs;
+        size_t positions = kept.empty() ? 0 : size_t{1} + *std::max_element(kept.begin(), kept.end());
+        if (!names.bodies.emplace(g.bodies[i], positions).second) return Error("a grid holds a kernel twice");
+      }
       for (uint32_t b : g.bases) names.holders.emplace(p_.buffers[b].backing, p_.buffers[b].backing_index);
       while (step < g.first) p_.times[step++] = time++;
       for (uint32_t count : g.phases) {
@@ -426,15 +441,17 @@ class Parser {
   }
 
   struct GridNames {
-    std::set<std::string_view> bodies;
+    std::map<std::string_view, size_t> bodies;  // how many buffers each must have
     std::set<std::pair<Backing, uint32_t>> holders;
   };
 
   // `first` and `last` bound its phase.
   bool CheckStepOfGrid(const GridNames& g, const Step& s, uint32_t first, uint32_t last) {
-    if (s.kind != Step::Kind::kKernel || !g.bodies.count(s.kernel)) {
+    auto body = g.bodies.find(s.kernel);
+    if (s.kind != Step::Kind::kKernel || body == g.bodies.end()) {
       return Error("a grid has a step whose kernel it does not hold");
     }
+    if (s.buffers.size() < body->second) return Error("a grid keeps an operand that a step does not have");
     for (uint32_t id : s.buffers) {
       const Buffer& b = p_.buffers[id];
       if (b.backing != Backing::kArena && !g.holders.count({b.backing, b.backing_index})) {

@@ -102,7 +102,12 @@ struct Step {
 // the first phases[0] are phase 0, and so on.  Steps of a phase do not depend on each other.
 struct Grid {
   std::string kernel;
+  struct Keeps {  // what a block of a body can keep on the chip for the next phase
+    uint64_t bytes;
+    std::vector<uint32_t> inputs;  // the positions of the buffers that it is read from
+  };
   std::vector<std::string> bodies;  // the kernels that it holds, by number
+  std::vector<Keeps> keeps;         // by body
   std::vector<uint32_t> bases;      // inputs and outputs in whose memory the steps' buffers lie, unless in the arena
   uint32_t first, end;
   std::vector<uint32_t> phases;

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .codegen.grid import GridKernel, emit_grid
+from .codegen.resident import Kept, keep_operands
 from .codegen.unit import SEPARATOR
 from .fusion import cost
 from .fusion.planner import Planned
@@ -28,30 +29,57 @@ def small_steps(graph: Graph, planned: Sequence[Planned], target: Target) -> lis
     return [hasattr(p.scheduled, "parts") and model.step_ns(p.ns) <= STEP_NS for p in planned]
 
 
-def join_steps(program: Program, small: Sequence[bool]) -> tuple[Program, list[GridKernel]]:
+def join_steps(program: Program, small: Sequence[bool]) -> tuple[Program, list[GridKernel], dict[str, Kept]]:
     """The program with its steps in an order that has long runs of ``small`` ones, those runs as grids.
 
-    ``small`` says for each step but the aliases, which come last, whether it may be part of one.
+    ``small`` says for each step but the aliases, which come last, whether it may be part of one.  Returned are also
+    the grid kernels, and by their former names kernels that now can keep operands.
     """
+    runs = arrange(_dependences(program)[:len(small)], small)
+    program, keeping = _keep_operands(program, [s for run in runs if len(run.steps) > 1 for s in run.steps])
+    keeps = {k.name: (k.room, k.inputs) for k in keeping.values()}
     order: list[int] = []
     grids: list[Grid] = []
     kernels: dict[str, GridKernel] = {}
     holders = program.holders()
-    for run in arrange(_dependences(program)[:len(small)], small):
+    for run in runs:
         if len(run.steps) > 1:
-            made = _join(program, run, len(order), holders)
+            made = _join(program, run, len(order), holders, keeps)
             if made is not None:
                 grids.append(made[0])
                 kernels[made[1].name] = made[1]
         order += run.steps
     if not grids:
-        return program, []
+        return program, [], keeping
     steps = [program.steps[s] for s in (*order, *range(len(order), len(program.steps)))]
     text = SEPARATOR.join([program.text, *(k.text for k in kernels.values())])
-    return replace(program, steps=steps, grids=grids, text=text), list(kernels.values())
+    return replace(program, steps=steps, grids=grids, text=text), list(kernels.values()), keeping
 
 
-def _join(program: Program, run: Run, first: int, holders: dict[int, int]) -> tuple[Grid, GridKernel] | None:
+def _keep_operands(program: Program, steps: Sequence[int]) -> tuple[Program, dict[str, Kept]]:
+    """Kernels that run several times among ``steps`` keep what they always read from the same inputs."""
+    uses: dict[str, list[tuple[int, ...]]] = {}
+    for s in (program.steps[i] for i in steps):
+        if isinstance(s, KernelStep):
+            uses.setdefault(s.kernel, []).append(s.buffers)
+    texts = {m[1]: part for part in program.text.split(SEPARATOR) if (m := re.match(r"TS_KERNEL\w*\((\w+)", part))}
+    keeping: dict[str, Kept] = {}
+    for kernel, buffers in uses.items():
+        constant = [i for i, same in enumerate(zip(*buffers, strict=True))
+                    if len(set(same)) == 1 and program.buffers[same[0]].kind == "input"]
+        kept = keep_operands(kernel, texts[kernel], constant) if len(buffers) > 1 and kernel in texts else None
+        if kept is not None:
+            keeping[kernel] = kept
+            texts[kernel] = kept.text
+    if not keeping:
+        return program, {}
+    renamed = [replace(s, kernel=keeping[s.kernel].name) if isinstance(s, KernelStep) and s.kernel in keeping else s
+               for s in program.steps]
+    return replace(program, steps=renamed, text=SEPARATOR.join(texts.values())), keeping
+
+
+def _join(program: Program, run: Run, first: int, holders: dict[int, int],
+          keeps: dict[str, tuple[int, tuple[int, ...]]]) -> tuple[Grid, GridKernel] | None:
     """The grid of a run; None when it touches more inputs and outputs than a launch can name."""
     steps = [s for s in (program.steps[i] for i in run.steps) if isinstance(s, KernelStep)]
     bases = tuple(dict.fromkeys(holders[b] for s in steps for b in s.buffers if b in holders))
@@ -59,9 +87,10 @@ def _join(program: Program, run: Run, first: int, holders: dict[int, int]) -> tu
         return None
     words = max(len(s.buffers) + len(s.dims) for s in steps)
     bodies = tuple(dict.fromkeys(s.kernel for s in steps))
-    wide = any(re.search(rf"TS_KERNEL_WIDE\({name}, \d+, \d+, 1\)", program.text) for name in bodies)
-    kernel = emit_grid(bodies, 1 + len(bases), words, 1 if wide else 2)
-    return Grid(kernel.name, kernel.bodies, bases, first, tuple(len(p) for p in run.phases)), kernel
+    wide = [int(m[1]) for b in bodies if (m := re.search(rf"TS_KERNEL_WIDE\({b}, \d+, \d+, (\d)\)", program.text))]
+    kernel = emit_grid(bodies, 1 + len(bases), words, max(wide, default=2))
+    return Grid(kernel.name, kernel.bodies, bases, first, tuple(len(p) for p in run.phases),
+                tuple(keeps.get(b, (0, ())) for b in bodies)), kernel
 
 
 def _dependences(program: Program) -> list[frozenset[int]]:

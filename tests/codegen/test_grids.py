@@ -14,6 +14,7 @@ from tests.codegen.support import fenced, fences_hold
 from tests.ir_graphs import assert_matches, random_case, random_inputs
 from tf_stitch import compiler, grids
 from tf_stitch.backend import cuda, host
+from tf_stitch.codegen.resident import keep_operands
 from tf_stitch.codegen.siblings import share_texts
 from tf_stitch.codegen.unit import translation_unit
 from tf_stitch.fusion.runs import arrange
@@ -166,9 +167,11 @@ class OnHost:
         table = make_table(self.program, grid, env, place)
         if not table.phases:
             return
+        table.keep(grid, blocks)
         counters = np.zeros(table.phases + 1, np.uint32)
+        bases = [self.arena.ctypes.data, *(self._address(b) for b in grid.bases)]
         parameter = np.array([table.records.ctypes.data, table.words.ctypes.data, counters.ctypes.data, 0,
-                              table.phases, self.arena.ctypes.data, *(self._address(b) for b in grid.bases)], np.int64)
+                              table.phases, -1, *bases], np.int64)
         shared, around = fenced(table.shared_bytes)
         status = ctypes.c_int32(0)
         getattr(self.dll, grid.kernel)(ctypes.c_void_p(parameter.ctypes.data), ctypes.c_int64(blocks),
@@ -193,7 +196,7 @@ def test_random_graphs_in_phases():
         plain = replace(program, grids=[], text=compiler.join_texts(k for k in kernels if hasattr(k, "dims")))
         last = next((i for i, s in enumerate(plain.steps) if not isinstance(s, KernelStep | LibraryStep)),
                     len(plain.steps))
-        joined, _ = grids.join_steps(plain, [isinstance(s, KernelStep) for s in plain.steps[:last]])
+        joined, *_ = grids.join_steps(plain, [isinstance(s, KernelStep) for s in plain.steps[:last]])
         if joined.grids:
             made.append((seed, case, joined))
     assert len(made) > 8
@@ -241,3 +244,45 @@ def test_what_phases_hand_over_is_read_coherently(monkeypatch, tmp_path):
     ptx = cuda.compile_text(program.text, ("compute_90",))["compute_90"].decode()
     assert f".entry {program.grids[0].kernel}" in ptx
     assert "ld.global.nc" not in ptx and "red.release.gpu" in ptx and "fence.acq_rel.gpu" in ptx
+
+
+# --- operands kept on the chip -----------------------------------------------------------------------
+
+def test_weights_are_kept_from_phase_to_phase():
+    program = compiler.build_program(unrolled(8, rows=16), CUDA)
+    (grid,) = program.grids
+    (recurrent,) = [k for k, (room, _) in enumerate(grid.keeps) if room]
+    text = program.text[program.text.index(grid.bodies[recurrent]):]
+    assert "TS_READ_KEPT(" in text
+    table = make_table(program, grid, {}, lambda i: (1, 0) if program.buffers[i].kind == "input" else (0, 64 * i))
+    most = table.most_blocks
+    assert table.keep(grid, most - 1) == 0, "a thread block with two blocks cannot keep what both read"
+    assert table.keep(grid, most) == grid.keeps[recurrent][0] <= 192 * 1024
+    flags = [int(k) >> 16 for k in table.records[:-2, 1]]
+    first = flags.index(1)
+    last = max(i for i, f in enumerate(flags) if f)
+    assert flags[:first] == [0] * first and flags[first + 1:last + 1] == [2] * (last - first) and last - first > 3
+
+
+def test_only_what_never_changes_is_kept():
+    text = """TS_KERNEL(ts_0123456789abcdef, 3, 1) {
+  TS_PART(0, 4) {
+    TS_BLOCKS(b, 0, 4) {
+      TS_TILES(t, 64, 8, 32) {
+        TS_EACH(g, 3) {
+          ts_read<4, 1>(w1 + g, x0 + (b * 4));
+          ts_read<4, 1>(w2 + g, x1 + (b * 4));
+          ts_read<4, 1>(w3 + g, x0 + (n0 * 4 + b));
+        }
+        TS_STEPS(s, 0, n0, 4) {
+          ts_read<4, 1>(w4, x0 + (b * 4 + 4));
+        }
+      }
+    }
+  }
+}
+"""
+    kept = keep_operands("ts_0123456789abcdef", text, [0])
+    assert kept.inputs == (0,) and kept.room == 2 * 3 * 16 * 256 and kept.name != "ts_0123456789abcdef"
+    assert re.findall(r"TS_READ_KEPT\(.*\)", kept.text) == ["TS_READ_KEPT(4, 1, (w1 + g), x0 + (b * 4))"]
+    assert keep_operands("ts_0123456789abcdef", text, [2]) is None

@@ -121,7 +121,7 @@ def phased() -> Program:
                Buffer("output", 1, f, (n,)), *(Buffer("temp", i, f, (n,)) for i in range(4))]
     steps = [launch("t_axpb", (0, 4), n), launch("t_axpb", (1, 5), n), launch("t_mul", (4, 5, 6), n),
              launch("t_axpb", (4, 7), n), launch("t_mul", (6, 7, 2), n), AliasStep(7, 3)]
-    grid = Grid("t_grid", ("t_axpb", "t_mul"), (0, 1, 2, 3), 0, (2, 2, 1))
+    grid = Grid("t_grid", ("t_axpb", "t_mul"), (0, 1, 2, 3), 0, (2, 2, 1), ((0, ()), (64, (0,))))
     return program(buffers, steps, {"n": SymbolSource("dim", 0, 0)}, grids=[grid])
 
 

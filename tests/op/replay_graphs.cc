@@ -89,9 +89,9 @@ void RunGrid(const FunctionTag& grid, const uint64_t* w) {
       std::vector<uint64_t> own;
       for (int32_t i = 0; i < problem->count; ++i) {
         auto word = static_cast<uint64_t>(words[problem->words + i]);
-        own.push_back(i < problem->addresses ? w[5 + (word >> 48)] + (word & ((uint64_t{1} << 48) - 1)) : word);
+        own.push_back(i < problem->addresses ? w[6 + (word >> 48)] + (word & ((uint64_t{1} << 48) - 1)) : word);
       }
-      grid.bodies[static_cast<size_t>(problem->kernel)]->run(own.data());
+      grid.bodies[static_cast<size_t>(problem->kernel & (kKeeps - 1))]->run(own.data());
     }
   }
 }

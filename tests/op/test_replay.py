@@ -22,9 +22,9 @@ SOURCES = ["tests/op/replay_graphs.cc", "custom_ops/program.cc", "custom_ops/pla
 
 def in_phases(program):
     """With grids, whose kernels' names tell the stand-in what they hold."""
-    joined, _ = grids.join_steps(program, [isinstance(s, KernelStep) for s in program.steps[:-1]])
+    joined, *_ = grids.join_steps(program, [isinstance(s, KernelStep) for s in program.steps[:-1]])
     assert joined.grids
-    named = [dataclasses.replace(g, kernel="/".join(["t_grid", str(6 + len(g.bases)), *g.bodies]))
+    named = [dataclasses.replace(g, kernel="/".join(["t_grid", str(7 + len(g.bases)), *g.bodies]))
              for g in joined.grids]
     return dataclasses.replace(joined, grids=named)
 

@@ -144,12 +144,13 @@ def test_what_the_op_refuses(change, message):
 
 @pytest.mark.parametrize("changes, message", [
     ({"first": 1, "phases": (1,) * 5}, "a grid has a step whose kernel it does not hold"),
-    ({"bodies": ("t_axpb",)}, "a grid has a step whose kernel it does not hold"),
+    ({"bodies": ("t_axpb",), "keeps": ((0, ()),)}, "a grid has a step whose kernel it does not hold"),
     ({"bases": (0, 1, 2)}, "a grid lacks the base of a buffer"),
     ({"phases": (3, 1, 1)}, "steps of a phase depend on each other"),
     ({"phases": ()}, "a grid has no phases"),
     ({"phases": (2, 2, 7)}, "step of a phase 6 does not exist"),
     ({"first": 6}, "step 6 does not exist"),
+    ({"keeps": ((0, (2,)), (0, ()))}, "a grid keeps an operand that a step does not have"),
 ])
 def test_grids_that_the_op_refuses(changes, message):
     program = programs.phased()

@@ -45,6 +45,7 @@ DEFAULT_TARGETS = ("sm_90", "compute_90")
 # No contraction into FMAs, as on the host (codegen.unit): each op rounds as TensorFlow's does.  Division and roots
 # stay exact (nvcc's default), denormals are kept.
 FLAGS = ("-std=c++17", "-fmad=false")
+NOTHING_KEPT = (1 << 64) - 1  # ts_grid.kept: -1
 NVCC_FLAGS = ("-w",)
 _TARGET = re.compile(r"(sm|compute)_(\d{2,3})")
 
@@ -357,7 +358,8 @@ class Loaded:
         records, words = (self._on_device(x) for x in (table.records, table.words))
         bases = [0, *(self._address(b) for b in grid.bases)]
         for phase in range(table.phases):
-            argument = np.array([int(records), int(words), 0, table.first_of(phase), phase + 1, *bases], np.uint64)
+            ends = (table.first_of(phase), phase + 1)
+            argument = np.array([int(records), int(words), 0, *ends, NOTHING_KEPT, *bases], np.uint64)
             function(argument, block=(self._threads(grid), 1, 1), grid=(table.most_blocks, 1),
                      shared=table.shared_bytes)
         self.driver.Context.synchronize()  # before the table is freed

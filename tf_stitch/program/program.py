@@ -78,6 +78,8 @@ class Grid:
     Attributes:
       kernel: the grid kernel (codegen.grid.GridKernel).
       bodies: the kernels that it holds, by number.
+      keeps: for each body, how many bytes of operands a block can keep on the chip for the next phase, and the
+        positions of the buffers that they are read from.
       bases: inputs and outputs (by buffer) in whose memory the steps' buffers lie; all others lie in the arena.
     """
 
@@ -86,6 +88,7 @@ class Grid:
     bases: tuple[int, ...]
     first: int
     phases: tuple[int, ...]
+    keeps: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def end(self) -> int:

@@ -13,7 +13,8 @@
       6 guards       count, (kind: byte, a, b, reason)
       7 code         count, (target, bytes)
       8 text         bytes
-      9 grids        count, (kernel, bodies, base buffers, first step, phases: count, steps - 1 of each)
+      9 grids        count, (kernel, bodies: count, (kernel, bytes kept, positions kept),
+                                      base buffers, first step, phases: count, steps - 1 of each)
 
 Numbers are LEB128, signed ones zigzag; strings and bytes carry their length.
 """
@@ -218,10 +219,16 @@ def _write_guard(w: _Writer, g: Guard, names: _Table, exprs: _Exprs) -> None:
 
 def _write_grid(w: _Writer, g: Grid, names: _Table) -> None:
     w.unsigned(names.number(g.kernel))
-    w.list(g.bodies, lambda b: w.unsigned(names.number(b)))
+    w.list(list(zip(g.bodies, g.keeps, strict=True)), lambda body: _write_body(w, body[0], *body[1], names))
     w.list(g.bases, w.unsigned)
     w.unsigned(g.first)
     w.list(g.phases, lambda count: w.unsigned(count - 1))
+
+
+def _write_body(w: _Writer, kernel: str, room: int, inputs: tuple[int, ...], names: _Table) -> None:
+    w.unsigned(names.number(kernel))
+    w.unsigned(room)
+    w.list(inputs, w.unsigned)
 
 
 def _write_code(w: _Writer, target: str, code: bytes, names: _Table) -> None:
@@ -354,8 +361,10 @@ def _read_step(r: _Reader, names: list[str], exprs: list[Dim]) -> Step:
 
 
 def _read_grid(r: _Reader, names: list[str]) -> Grid:
-    kernel, bodies = names[r.unsigned()], tuple(r.list(lambda: names[r.unsigned()]))
-    return Grid(kernel, bodies, tuple(r.list(r.unsigned)), r.unsigned(), tuple(r.list(lambda: r.unsigned() + 1)))
+    kernel = names[r.unsigned()]
+    bodies = r.list(lambda: (names[r.unsigned()], (r.unsigned(), tuple(r.list(r.unsigned)))))
+    return Grid(kernel, tuple(b for b, _ in bodies), tuple(r.list(r.unsigned)), r.unsigned(),
+                tuple(r.list(lambda: r.unsigned() + 1)), tuple(k for _, k in bodies))
 
 
 def _read_guard(r: _Reader, names: list[str], exprs: list[Dim]) -> Guard:

@@ -13,6 +13,7 @@ from ..ir import dims as D
 from .program import Grid, KernelStep, Program
 
 BASE_SHIFT = 48  # an address word is base << BASE_SHIFT | offset
+KEEPS, RECALLS = 1 << 16, 1 << 17  # added to a record's kernel
 RECORD = ("phase", "kernel", "words", "addresses", "count", "begin", "end", "before")
 
 
@@ -33,6 +34,31 @@ class Table:
     phases: int
     most_blocks: int
     shared_bytes: int
+
+    def keep(self, grid: Grid, thread_blocks: int) -> int:
+        """Marks problems whose operands the next phase finds on the chip; bytes that a block keeps, at most.
+
+        A problem keeps what it reads for one of the same body, blocks and operands in the next phase, where no thread
+        block has two blocks of either phase.
+        """
+        room = 0
+        rows = [list(map(int, r)) for r in self.records[:-2]]
+        total = {r[0]: max(x[6] for x in rows if x[0] == r[0]) for r in rows}
+
+        def operands(r: list[int]) -> tuple[int, ...]:
+            return tuple(int(self.words[r[2] + i]) for i in grid.keeps[r[1]][1])
+
+        for i, r in enumerate(rows):
+            if not grid.keeps[r[1]][0] or total[r[0]] > thread_blocks:
+                continue
+            for j, other in enumerate(rows):
+                if (other[0] == r[0] + 1 and total[other[0]] <= thread_blocks and other[5:7] == r[5:7]
+                        and other[1] == r[1] and operands(other) == operands(r)):
+                    self.records[j, 1] |= RECALLS
+                    if not self.records[i, 1] & RECALLS:
+                        self.records[i, 1] |= KEEPS
+                    room = max(room, grid.keeps[r[1]][0])
+        return room
 
     def first_of(self, phase: int) -> int:
         """The record that a phase begins with."""

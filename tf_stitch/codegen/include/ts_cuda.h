@@ -8,6 +8,12 @@
 #include "ts_math.h"
 #include "ts_grid.h"
 
+// Where this thread keeps operands that do not change from phase to phase (TS_READ_KEPT), 16 bytes at a time.
+struct ts_keeper {
+  char* at = nullptr;
+  bool keeps = false, recalls = false;
+};
+
 // A problem is what one launch of the kernel works on: addresses, dims, number of blocks.  A lone launch passes it by
 // value.
 #define TS_THREADS 256
@@ -15,19 +21,19 @@
 // With registers for much under way in each thread: so many blocks run on a multiprocessor at once.
 #define TS_KERNEL_WIDE(name, buffers, dims, blocks) \
   TS_KERNEL_(name, buffers, dims, __launch_bounds__(TS_THREADS, blocks))
-#define TS_KERNEL_(name, buffers, dims, bounds)                                                            \
-  struct name##_problem {                                                                                  \
-    enum { NB = (buffers), ND = (dims) };                                                                  \
-    int64_t words[NB + ND + 1];                                                                            \
-  };                                                                                                       \
-  static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,        \
-                                                     int32_t* ts_status);                                  \
-  extern "C" __global__ void bounds name(const __grid_constant__ name##_problem p) {                      \
-    name##_body(p, blockIdx.x, nullptr);                                                                   \
-  }                                                                                                        \
-  TS_MANY_(name)                                                                                           \
-  static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,        \
-                                                     int32_t* ts_status)
+#define TS_KERNEL_(name, buffers, dims, bounds)                                                          \
+  struct name##_problem {                                                                                \
+    enum { NB = (buffers), ND = (dims) };                                                                \
+    int64_t words[NB + ND + 1];                                                                          \
+  };                                                                                                     \
+  static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,       \
+                                                     int32_t* ts_status, ts_keeper ts_k = {});           \
+  extern "C" __global__ void bounds name(const __grid_constant__ name##_problem p) {                     \
+    name##_body(p, blockIdx.x, nullptr);                                                                 \
+  }                                                                                                      \
+  TS_MANY_(name)                                                                                         \
+  static __device__ __forceinline__ void name##_body(const name##_problem& ts_p, int64_t ts_block,       \
+                                                     int32_t* ts_status, ts_keeper ts_k)
 // A text that begins with WITH_MANY (codegen/kernel.py) has for each kernel also name_many, which takes a table of problems
 // of equal sizes (a superkernel): blockIdx.y is the problem.
 #define TS_MANY_(name)
@@ -37,17 +43,19 @@
   }
 // A grid kernel: `bases` and `words` are the most bases that a launch names and words that a problem has; `blocks` run
 // on a multiprocessor at once.  The text between braces is a TS_CASE for each body.
-#define TS_GRID(name, bases, words, blocks)                                                                      \
-  static __device__ __forceinline__ void name##_run(int32_t ts_kernel, const int64_t* ts_words, int64_t ts_block); \
-  extern "C" __global__ void __launch_bounds__(TS_THREADS, blocks) name(                                         \
-      const __grid_constant__ ts_grid<bases> p) {                                                                \
-    ts_run_grid<words>(p, [](int32_t kernel, const int64_t* problem, int64_t block) {                            \
-      name##_run(kernel, problem, block);                                                                        \
-    });                                                                                                          \
-  }                                                                                                              \
-  static __device__ __forceinline__ void name##_run(int32_t ts_kernel, const int64_t* ts_words, int64_t ts_block)
+#define TS_GRID(name, bases, words, blocks)                                                              \
+  static __device__ __forceinline__ void name##_run(int32_t ts_kernel, const int64_t* ts_words,          \
+                                                    int64_t ts_block, ts_keeper ts_k);                   \
+  extern "C" __global__ void __launch_bounds__(TS_THREADS, blocks) name(                                 \
+      const __grid_constant__ ts_grid<bases> p) {                                                        \
+    ts_run_grid<words>(p, [](int32_t kernel, const int64_t* problem, int64_t block, ts_keeper k) {       \
+      name##_run(kernel, problem, block, k);                                                             \
+    });                                                                                                  \
+  }                                                                                                      \
+  static __device__ __forceinline__ void name##_run(int32_t ts_kernel, const int64_t* ts_words,          \
+                                                    int64_t ts_block, ts_keeper ts_k)
 #define TS_CASE(k, name) \
-  if (ts_kernel == (k)) return name##_body(*(const name##_problem*)ts_words, ts_block, nullptr);
+  if (ts_kernel == (k)) return name##_body(*(const name##_problem*)ts_words, ts_block, nullptr, ts_k);
 #define TS_ENTER(bits)                      \
   typedef ts_index_type<bits>::type ts_idx; \
   extern __shared__ __align__(64) char ts_shared[]; \
@@ -206,6 +214,24 @@ __device__ __forceinline__ void ts_read(C* dst, const T* src) {
   }
 }
 
+// The same of what may be kept.  All reads of one element size and number take the same way, so that none waits for a
+// branch.
+template <int N, int stride, class C, class T>
+__device__ __forceinline__ void ts_read_kept(ts_keeper& k, C* dst, const T* src) {
+  if constexpr (sizeof(T) * N == 16) {
+    const uint4 word = *(const uint4*)(k.recalls ? k.at : (const char*)src);
+    if (k.keeps) *(uint4*)k.at = word;
+    k.at += 16 * TS_THREADS;
+    T part[N];
+    memcpy(part, &word, 16);
+#pragma unroll
+    for (int j = 0; j < N; ++j) dst[j * stride] = ts_load(part[j]);
+  } else {
+    ts_read<N, stride>(dst, src);
+  }
+}
+#define TS_READ_KEPT(N, stride, dst, src) ts_read_kept<N, stride>(ts_k, dst, src);
+
 // How many of the S threads of a tile are in one warp.
 template <int S, int W> constexpr int ts_near = W >= 32 ? 1 : S < 32 / W ? S : 32 / W;
 // Adds up a[0..A) over the S threads of every tile: within warps, and what warps have goes to parts.
@@ -270,6 +296,8 @@ __device__ __forceinline__ void ts_leave(uint32_t* counters, int32_t phases) {
 // all its thread blocks are resident.  The next problem's words are fetched while the others arrive.
 template <int WORDS, class Grid, class Run>
 __device__ __forceinline__ void ts_run_grid(const Grid& p, Run run) {
+  extern __shared__ __align__(64) char ts_shared[];
+  char* const shared = ts_shared;
   __shared__ int64_t words[2][WORDS];
   const int32_t t = blockIdx.x, end = p.end;
   int32_t phase = p.records[p.first].phase;  // what came before it is done
@@ -280,7 +308,13 @@ __device__ __forceinline__ void ts_run_grid(const Grid& p, Run run) {
     if (w.at.phase != phase) ts_await(p.counters + w.at.phase, min(w.at.before, (int32_t)gridDim.x));
     __syncthreads();
     phase = w.at.phase;
-    run(w.at.kernel, words[half], w.block - w.at.begin);
+    ts_keeper keeper;
+    if (p.kept >= 0) {
+      keeper.at = shared + p.kept + 16 * threadIdx.x;
+      keeper.keeps = w.at.kernel & TS_KEEPS;
+      keeper.recalls = w.at.kernel & TS_RECALLS;
+    }
+    run(w.at.kernel & TS_BODY, words[half], w.block - w.at.begin, keeper);
     w.block += gridDim.x;
     ts_seek(w, end, t);
     if (w.at.phase != phase && phase + 1 < end) ts_arrive(p.counters + phase + 1);

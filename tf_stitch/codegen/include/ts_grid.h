@@ -10,7 +10,7 @@
 
 struct ts_record {
   int32_t phase;
-  int32_t kernel;      // which of the grid kernel's bodies
+  int32_t kernel;      // which of the grid kernel's bodies; plus TS_KEEPS and TS_RECALLS
   int32_t words;       // its first word in the table
   int32_t addresses;   // how many of its words are addresses
   int32_t count;       // of its words
@@ -20,6 +20,10 @@ struct ts_record {
 
 enum { TS_BASE_SHIFT = 48 };  // an address word is base << TS_BASE_SHIFT | offset
 
+// Operands that do not change (weights) stay in shared memory: a problem with TS_KEEPS leaves there what its blocks read
+// of them, the same blocks of the same body read it from there in the next phase, with TS_RECALLS.
+enum { TS_KEEPS = 1 << 16, TS_RECALLS = 1 << 17, TS_BODY = TS_KEEPS - 1 };
+
 // A launch's parameter.  It runs all phases from that of record `first` to `end`, exclusive.
 template <int BASES>
 struct ts_grid {
@@ -27,6 +31,7 @@ struct ts_grid {
   const int64_t* words;
   uint32_t* counters;  // 1 + the number of phases, all 0 before and after; null where one phase is run
   int64_t first, end;
+  int64_t kept;  // where kept operands begin in shared memory; negative: nothing is kept
   int64_t bases[BASES];
 };
 

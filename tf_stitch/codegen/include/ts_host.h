@@ -88,6 +88,7 @@ struct ts_problem {
 #define TS_STRIP_LANES TS_LANES
 #define TS_SLOT(i, t) ((i) - (t))
 
+#define TS_READ_KEPT(N, stride, dst, src) ts_read<N, stride>(dst, src);
 #define TS_GATHER_SUM(a, L)
 #define TS_BARRIER
 #define TS_JOIN_SUM(x, L) (x)
@@ -122,7 +123,7 @@ static void ts_run_grid(const Grid& p, int32_t blocks, Run run) {
           else dims[i - w.at.addresses] = word;
         }
         const ts_problem problem = {buffers, dims, w.at.end - w.at.begin};
-        run(w.at.kernel, &problem, w.block - w.at.begin);
+        run(w.at.kernel & TS_BODY, &problem, w.block - w.at.begin);
       }
       if (p.counters && phase + 1 < end) ++p.counters[phase + 1];
     }
