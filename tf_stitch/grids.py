@@ -57,17 +57,21 @@ def join_steps(program: Program, small: Sequence[bool]) -> tuple[Program, list[G
 
 
 def _keep_operands(program: Program, steps: Sequence[int]) -> tuple[Program, dict[str, Kept]]:
-    """Kernels that run several times among ``steps`` keep what they always read from the same inputs."""
+    """Kernels that run several times among ``steps`` keep what they always read from the same inputs.
+
+    Not those that share a multiprocessor: they have no registers to spare.
+    """
     uses: dict[str, list[tuple[int, ...]]] = {}
     for s in (program.steps[i] for i in steps):
         if isinstance(s, KernelStep):
             uses.setdefault(s.kernel, []).append(s.buffers)
-    texts = {m[1]: part for part in program.text.split(SEPARATOR) if (m := re.match(r"TS_KERNEL\w*\((\w+)", part))}
+    texts = _texts(program)
     keeping: dict[str, Kept] = {}
     for kernel, buffers in uses.items():
         constant = [i for i, same in enumerate(zip(*buffers, strict=True))
                     if len(set(same)) == 1 and program.buffers[same[0]].kind == "input"]
-        kept = keep_operands(kernel, texts[kernel], constant) if len(buffers) > 1 and kernel in texts else None
+        suits = len(buffers) > 1 and _blocks_wanted(texts.get(kernel, "")) == 1
+        kept = keep_operands(kernel, texts[kernel], constant) if suits else None
         if kept is not None:
             keeping[kernel] = kept
             texts[kernel] = kept.text
@@ -87,10 +91,23 @@ def _join(program: Program, run: Run, first: int, holders: dict[int, int],
         return None
     words = max(len(s.buffers) + len(s.dims) for s in steps)
     bodies = tuple(dict.fromkeys(s.kernel for s in steps))
-    wide = [int(m[1]) for b in bodies if (m := re.search(rf"TS_KERNEL_WIDE\({b}, \d+, \d+, (\d)\)", program.text))]
-    kernel = emit_grid(bodies, 1 + len(bases), words, max(wide, default=2))
+    texts = _texts(program)
+    wanted = [n for b in bodies if (n := _blocks_wanted(texts.get(b, "")))]
+    kernel = emit_grid(bodies, 1 + len(bases), words, max(wanted, default=2))
     return Grid(kernel.name, kernel.bodies, bases, first, tuple(len(p) for p in run.phases),
                 tuple(keeps.get(b, (0, ())) for b in bodies)), kernel
+
+
+def _texts(program: Program) -> dict[str, str]:
+    """The text of each kernel."""
+    parts = program.text.split(SEPARATOR)
+    return {m[1]: part for part in parts if (m := re.match(r"TS_KERNEL\w*\((\w+)", part))}
+
+
+def _blocks_wanted(text: str) -> int:
+    """How many blocks a kernel wants on a multiprocessor at once; 0 where it does not say."""
+    m = re.match(r"TS_KERNEL_WIDE\(\w+, \d+, \d+, (\d+)\)", text)
+    return int(m[1]) if m else 0
 
 
 def _dependences(program: Program) -> list[frozenset[int]]:

@@ -26,7 +26,7 @@ class ClusterReport:
       name: of the StitchedProgram node.
       nodes: (name, op) of the TensorFlow nodes that it replaces.
       compute_ops: how many of them do work (shapes, reshapes and identities do not).
-      kernels: for each kernel, the TensorFlow node that its last result comes from.
+      kernels: for each kernel, the TensorFlow node that its last result comes from; for a grid kernel also its phases.
       inputs, outputs: tensors that it reads and hands on.
       guards: conditions checked at run time (else the original nodes run).
     """

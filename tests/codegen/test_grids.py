@@ -31,19 +31,19 @@ from tf_stitch.schedule.target import CUDA
 TARGET = replace(CUDA, block_work=64, min_blocks=4)
 
 
-def unrolled(rounds: int = 6, rows: int = 8, width: int = 256):
-    """A recurrence over slices of an input, two chains that do not depend on each other, and their sum."""
+def unrolled(rounds: int = 6, rows: int = 8, width: int = 256, chains: int = 2):
+    """A recurrence over slices of an input, chains that do not depend on each other, and their sum."""
     b = Builder()
     x = b.param((rows, rounds, width), "float32", "x")
     w = b.param((width, width), "float32", "w")
     ends = []
-    for order in (range(rounds), reversed(range(rounds))):
+    for order in (range(rounds), reversed(range(rounds)))[:chains]:
         h = None
         for t in order:
             part = b.reshape(b.slice(x, (0, t, 0), (rows, 1, width)), (rows, width))
             h = part if h is None else b.ew("add", part, b.ew("tanh", b.dot(h, w, contract=((1,), (0,)))))
         ends.append(h)
-    return b.finish([b.ew("add", *ends)])
+    return b.finish([b.ew("add", *ends) if chains == 2 else b.ew("neg", *ends)])
 
 
 # --- which steps share a phase -----------------------------------------------------------------------
@@ -92,6 +92,13 @@ def test_rounds_of_an_unrolled_loop_share_texts():
     (grid,) = many.grids
     assert len(grid.bodies) <= len(few.grids[0].bodies) + 1
     assert len(grid.phases) > len(few.grids[0].phases)
+
+
+def test_a_report_counts_launches():
+    program = compiler.build_program(unrolled(), CUDA)
+    (whole,) = program.launched()
+    assert f"({len(program.grids[0].phases)} phases: " in whole
+    assert len(replace(program, grids=[]).launched()) == sum(program.grids[0].phases)
 
 
 def test_siblings_take_what_differs_as_dims():
@@ -249,7 +256,7 @@ def test_what_phases_hand_over_is_read_coherently(monkeypatch, tmp_path):
 # --- operands kept on the chip -----------------------------------------------------------------------
 
 def test_weights_are_kept_from_phase_to_phase():
-    program = compiler.build_program(unrolled(8, rows=16), CUDA)
+    program = compiler.build_program(unrolled(8, chains=1), CUDA)
     (grid,) = program.grids
     (recurrent,) = [k for k, (room, _) in enumerate(grid.keeps) if room]
     text = program.text[program.text.index(grid.bodies[recurrent]):]
@@ -266,16 +273,22 @@ def test_weights_are_kept_from_phase_to_phase():
 
 def test_only_what_never_changes_is_kept():
     text = """TS_KERNEL(ts_0123456789abcdef, 3, 1) {
+  TS_IN(float, x0, 0)
+  TS_IN(float, x1, 1)
   TS_PART(0, 4) {
     TS_BLOCKS(b, 0, 4) {
       TS_TILES(t, 64, 8, 32) {
         TS_EACH(g, 3) {
-          ts_read<4, 1>(w1 + g, x0 + (b * 4));
-          ts_read<4, 1>(w2 + g, x1 + (b * 4));
-          ts_read<4, 1>(w3 + g, x0 + (n0 * 4 + b));
+          ts_read<4, 1>(w1 + g * 4, x0 + (b * 4));
+          ts_read<4, 1>(w2 + g * 4, x1 + (b * 4));
+          ts_read<4, 1>(w3 + g * 4, x0 + (n0 * 4 + b));
         }
+        TS_LOADED(w1, 12)
+        TS_LOADED(w2, 12)
+        TS_LOADED(w3, 12)
         TS_STEPS(s, 0, n0, 4) {
-          ts_read<4, 1>(w4, x0 + (b * 4 + 4));
+          ts_read<4, 1>(w4 + 0, x0 + (b * 4 + 4));
+          TS_LOADED(w4, 4)
         }
       }
     }
@@ -284,5 +297,6 @@ def test_only_what_never_changes_is_kept():
 """
     kept = keep_operands("ts_0123456789abcdef", text, [0])
     assert kept.inputs == (0,) and kept.room == 2 * 3 * 16 * 256 and kept.name != "ts_0123456789abcdef"
-    assert re.findall(r"TS_READ_KEPT\(.*\)", kept.text) == ["TS_READ_KEPT(4, 1, (w1 + g), x0 + (b * 4))"]
+    assert re.findall(r"TS_READ_KEPT\(.*\)", kept.text) == ["TS_READ_KEPT(4, 1, (w1 + g * 4), x0 + (b * 4))"]
+    assert re.findall(r"TS_(?:RECALL|KEEP)\(.*\)", kept.text) == ["TS_RECALL(w1)", "TS_KEEP(w1)"]
     assert keep_operands("ts_0123456789abcdef", text, [2]) is None

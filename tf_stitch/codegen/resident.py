@@ -1,8 +1,8 @@
 """Operands that stay on the chip from phase to phase of a grid kernel: the weights of a recurrent cell.
 
 A thread that runs the same body on the same block in the next phase reads the same elements of what does not change,
-in the same order.  So what it reads is kept as it comes, 16 bytes of each thread side by side in shared memory
-(TS_READ_KEPT), and comes from there when the table says so (codegen/include/ts_grid.h).
+in the same order.  So what it has loaded is kept as it lies in its registers, 16 bytes of each thread side by side in
+shared memory, and comes from there when the table says so (codegen/include/ts_grid.h).
 """
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-SLOT = 16 * 256  # bytes: one access of every thread of a block
+SLOT = 16 * 256  # bytes: four floats of every thread of a block
 ROOM = 48 * SLOT  # kept by one body, at most
-_READ = re.compile(r"^(\s*)ts_read<(\d+), (\d+)>\((.*), x(\d+) \+ \((.*)\)\);$")
+_FLOATS = re.compile(r"^  TS_IN\(float, x(\d+), \d+\)$", re.M)
+_READ = re.compile(r"^(\s*)ts_read<(\d+), (\d+)>\((w\d+) (.*), x(\d+) \+ \((.*)\)\);$")
+_LOADED = re.compile(r"^(\s*)TS_LOADED\((w\d+), (\d+)\)$")
 _LOOP = re.compile(r"^TS_EACH\(\w+, (\d+)\) \{$")
 _TILES = re.compile(r"^TS_TILES\(\w+, (\d+), (\d+), \d+\) \{$")
-_ONCE = re.compile(r"^(TS_(KERNEL\w*|BLOCKS|SHARES|PART)\(.*\) )?\{$|^if \(.*\) \{$")
+_ONCE = re.compile(r"^(TS_(KERNEL\w*|BLOCKS|SHARES|PART)\(.*\) )?\{$")
 _PLACE = re.compile(r"\bn\d+\b")  # a run-time dim, which other phases may have with another value
 
 
@@ -39,36 +41,55 @@ class Kept:
 def keep_operands(name: str, text: str, constant: Collection[int]) -> Kept | None:
     """The kernel ``name`` so that it can keep what it reads of the inputs at ``constant`` positions; None if nothing.
 
-    Kept are wide reads in products whose number is known, at places that no run-time dim decides.
+    Kept are arrays of floats that products load in wide accesses, if all of an array is read at places that no run-time
+    dim decides, and how often that happens is known.
     """
-    out: list[str] = []
-    depth: list[int] = []  # how often each open block is run; 0: not known
-    room = most = 0
-    inputs: set[int] = set()
-    for line in text.splitlines():
-        bare = line.strip()
-        if bare.startswith("TS_PART("):
-            room = 0  # a block is in one part
-        m = _READ.match(line)
-        times = SLOT
-        for n in depth:
-            times *= n
-        if m and int(m[5]) in constant and not _PLACE.search(m[6]) and 0 < times <= ROOM - room:
-            line = f"{m[1]}TS_READ_KEPT({m[2]}, {m[3]}, ({m[4]}), x{m[5]} + ({m[6]}))"
-            room += times
-            most = max(most, room)
-            inputs.add(int(m[5]))
-        elif bare.endswith("{"):
-            depth.append(_times(bare))
-        elif bare == "}":
-            depth.pop()
-        out.append(line)
-    if not inputs:
+    lines = text.splitlines()
+    constant = set(constant) & set(map(int, _FLOATS.findall(text)))
+    arrays, room = _arrays(lines, constant)
+    if not arrays:
         return None
-    fresh = "\n".join(out) + "\n"
-    fresh = fresh.replace(name, "?")
+    inputs: set[int] = set()
+    out: list[str] = []
+    for line in lines:
+        if (m := _READ.match(line)) and m[4] in arrays:
+            inputs.add(int(m[6]))
+            out.append(f"{m[1]}TS_READ_KEPT({m[2]}, {m[3]}, ({m[4]} {m[5]}), x{m[6]} + ({m[7]}))")
+        elif (m := _LOADED.match(line)) and m[2] in arrays:
+            out += [f"{m[1]}TS_RECALL({m[2]})", line, f"{m[1]}TS_KEEP({m[2]})"]
+        else:
+            out.append(line)
+    fresh = "\n".join(out).replace(name, "?") + "\n"
     new = "ts_" + hashlib.sha256(fresh.encode()).hexdigest()[:16]
-    return Kept(new, fresh.replace("?", new), most, tuple(sorted(inputs)))
+    return Kept(new, fresh.replace("?", new), room, tuple(sorted(inputs)))
+
+
+def _arrays(lines: list[str], constant: Collection[int]) -> tuple[set[str], int]:
+    """The arrays that are kept, and the most bytes that a block needs for them."""
+    refused: set[str] = set()
+    for m in filter(None, map(_READ.match, lines)):
+        if (m[2], m[3]) != ("4", "1") or int(m[6]) not in constant or _PLACE.search(m[7]):
+            refused.add(m[4])
+    kept: set[str] = set()
+    depth: list[int] = []  # how often each open block is run; 0: not known
+    used = most = 0
+    for line in map(str.strip, lines):
+        m = _LOADED.match(line)
+        if line.startswith("TS_PART("):
+            used = 0  # a block is in one part
+        if m and m[2] not in refused and int(m[3]) % 4 == 0:
+            size = SLOT * int(m[3]) // 4
+            for n in depth:
+                size *= n
+            if 0 < size <= ROOM - used:
+                used += size
+                most = max(most, used)
+                kept.add(m[2])
+        elif line.endswith("{"):
+            depth.append(_times(line))
+        elif line == "}":
+            depth.pop()
+    return kept, most
 
 
 def _times(opening: str) -> int:

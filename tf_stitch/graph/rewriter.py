@@ -22,7 +22,7 @@ from ..ir.dtypes import DTYPES
 from ..ir.graph import Graph
 from ..options import Options
 from ..program import serialize
-from ..program.program import AliasStep, KernelStep, Program
+from ..program.program import AliasStep, Program
 from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
 from . import clusters, lower
@@ -348,7 +348,7 @@ class _Place:
     def _cluster_report(self, k: int, job: _Job) -> ClusterReport:
         assert self.view is not None
         ops = {i.name: i for i in self.infos}
-        kernels = [s.origin or s.kernel for s in job.program.steps if isinstance(s, KernelStep)]
+        kernels = job.program.launched()
         nodes = [(n, ops[n].op) for n in job.cluster.members]
         stitched = [n for n, op in nodes if ops[n].computes and not lower.is_contraction(op)]
         c = job.cluster

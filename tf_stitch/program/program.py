@@ -118,6 +118,23 @@ class Program:
         """The buffers of one kind, by index."""
         return sorted((b for b in self.buffers if b.kind == kind), key=lambda b: b.index)
 
+    def launched(self) -> list[str]:
+        """For each kernel that a run launches, the node that its last result comes from; a grid says what it covers."""
+        grids = {g.first: g for g in self.grids}
+        inside = {i for g in self.grids for i in range(g.first, g.end)}
+        found = []
+        for i, s in enumerate(self.steps):
+            if not isinstance(s, KernelStep) or (i in inside and i not in grids):
+                continue
+            if i in grids:
+                steps = [x for x in self.steps[i:grids[i].end] if isinstance(x, KernelStep)]
+                origins = dict.fromkeys(x.origin or x.kernel for x in steps)
+                found.append(f"{steps[-1].origin or steps[-1].kernel} ({len(grids[i].phases)} phases: "
+                             f"{', '.join(origins)})")
+            else:
+                found.append(s.origin or s.kernel)
+        return found
+
     def holders(self) -> dict[int, int]:
         """For each buffer that does not lie in the arena, the input or output (by buffer) whose memory it is.
 

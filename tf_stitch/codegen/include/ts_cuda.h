@@ -214,23 +214,30 @@ __device__ __forceinline__ void ts_read(C* dst, const T* src) {
   }
 }
 
-// The same of what may be kept.  All reads of one element size and number take the same way, so that none waits for a
-// branch.
-template <int N, int stride, class C, class T>
-__device__ __forceinline__ void ts_read_kept(ts_keeper& k, C* dst, const T* src) {
-  if constexpr (sizeof(T) * N == 16) {
-    const uint4 word = *(const uint4*)(k.recalls ? k.at : (const char*)src);
-    if (k.keeps) *(uint4*)k.at = word;
-    k.at += 16 * TS_THREADS;
-    T part[N];
-    memcpy(part, &word, 16);
+// Arrays that are kept: TS_READ_KEPT loads a part of one unless it is recalled, TS_RECALL does that, TS_KEEP keeps it.
+#define TS_READ_KEPT(N, stride, dst, src) \
+  if (!ts_k.recalls) ts_read<N, stride>(dst, src);
+#define TS_RECALL(a) ts_recall(ts_k, a);
+#define TS_KEEP(a) ts_keep(ts_k, a);
+template <int n>
+__device__ __forceinline__ void ts_recall(const ts_keeper& k, float (&a)[n]) {
+  if (!k.recalls) return;
 #pragma unroll
-    for (int j = 0; j < N; ++j) dst[j * stride] = ts_load(part[j]);
-  } else {
-    ts_read<N, stride>(dst, src);
+  for (int j = 0; j < n; j += 4) {
+    const float4 four = *(const float4*)(k.at + j * (4 * TS_THREADS));
+    a[j] = four.x, a[j + 1] = four.y, a[j + 2] = four.z, a[j + 3] = four.w;
   }
 }
-#define TS_READ_KEPT(N, stride, dst, src) ts_read_kept<N, stride>(ts_k, dst, src);
+template <int n>
+__device__ __forceinline__ void ts_keep(ts_keeper& k, const float (&a)[n]) {
+  if (k.keeps) {
+#pragma unroll
+    for (int j = 0; j < n; j += 4) {
+      *(float4*)(k.at + j * (4 * TS_THREADS)) = make_float4(a[j], a[j + 1], a[j + 2], a[j + 3]);
+    }
+  }
+  k.at += n * (4 * TS_THREADS);
+}
 
 // How many of the S threads of a tile are in one warp.
 template <int S, int W> constexpr int ts_near = W >= 32 ? 1 : S < 32 / W ? S : 32 / W;
