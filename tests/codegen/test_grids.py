@@ -282,7 +282,11 @@ def test_only_what_never_changes_is_kept():
           ts_read<4, 1>(w1 + g * 4, x0 + (b * 4));
           ts_read<4, 1>(w2 + g * 4, x1 + (b * 4));
           ts_read<4, 1>(w3 + g * 4, x0 + (n0 * 4 + b));
+          const ts_idx k1 = x1[b];
+          const ts_idx k2 = k1 * 4 + b;
+          ts_read<4, 1>(w5 + g * 4, x0 + (k2));
         }
+        TS_LOADED(w5, 12)
         TS_LOADED(w1, 12)
         TS_LOADED(w2, 12)
         TS_LOADED(w3, 12)

@@ -19,7 +19,9 @@ _LOADED = re.compile(r"^(\s*)TS_LOADED\((w\d+), (\d+)\)$")
 _LOOP = re.compile(r"^TS_EACH\(\w+, (\d+)\) \{$")
 _TILES = re.compile(r"^TS_TILES\(\w+, (\d+), (\d+), \d+\) \{$")
 _ONCE = re.compile(r"^(TS_(KERNEL\w*|BLOCKS|SHARES|PART)\(.*\) )?\{$")
-_PLACE = re.compile(r"\bn\d+\b")  # a run-time dim, which other phases may have with another value
+_INDEX = re.compile(r"^const ts_idx (\w+) = (.*);$")
+_VARIES = re.compile(r"\[|\b[nv]\d+\b|ts_load")  # run-time dims and what is read from memory: others in other phases
+_NAME = re.compile(r"\b[a-z]\w*")
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,15 @@ def keep_operands(name: str, text: str, constant: Collection[int]) -> Kept | Non
 def _arrays(lines: list[str], constant: Collection[int]) -> tuple[set[str], int]:
     """The arrays that are kept, and the most bytes that a block needs for them."""
     refused: set[str] = set()
-    for m in filter(None, map(_READ.match, lines)):
-        if (m[2], m[3]) != ("4", "1") or int(m[6]) not in constant or _PLACE.search(m[7]):
+    vary: set[str] = set()  # indices that may have other values in other phases
+
+    def varies(index: str) -> bool:
+        return bool(_VARIES.search(index)) or not vary.isdisjoint(_NAME.findall(index))
+
+    for line in lines:
+        if (m := _INDEX.match(line.strip())) and varies(m[2]):
+            vary.add(m[1])
+        elif (m := _READ.match(line)) and ((m[2], m[3]) != ("4", "1") or int(m[6]) not in constant or varies(m[7])):
             refused.add(m[4])
     kept: set[str] = set()
     depth: list[int] = []  # how often each open block is run; 0: not known
