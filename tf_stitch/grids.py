@@ -5,6 +5,7 @@ walks is made for each shape signature (program.table here, custom_ops/grid_tabl
 """
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from .program.program import AliasStep, Grid, KernelStep, Program
 from .schedule.target import Target
 
 STEP_NS = 30_000  # a step estimated to take longer fills the device by itself
+KEEP = "TF_STITCH_KEEP_OPERANDS"  # "1": weights stay on the chip between phases; off until it is measured to pay
 MAX_BASES = 256  # bases travel in the launch's parameter, which has 4 KB
 
 
@@ -36,7 +38,8 @@ def join_steps(program: Program, small: Sequence[bool]) -> tuple[Program, list[G
     the grid kernels, and by their former names kernels that now can keep operands.
     """
     runs = arrange(_dependences(program)[:len(small)], small)
-    program, keeping = _keep_operands(program, [s for run in runs if len(run.steps) > 1 for s in run.steps])
+    inside = [s for run in runs if len(run.steps) > 1 for s in run.steps]
+    program, keeping = _keep_operands(program, inside) if os.environ.get(KEEP) == "1" else (program, {})
     keeps = {k.name: (k.room, k.inputs) for k in keeping.values()}
     order: list[int] = []
     grids: list[Grid] = []

@@ -7,11 +7,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from .backend.cache import Cache, key_of
 from .errors import ProgramError
+from .grids import KEEP
 from .ir.digest import digest
 from .ir.graph import Graph
 from .program import serialize
@@ -23,7 +25,7 @@ PROGRAMS = Cache("plans", ".program")
 
 def remembered(graph: Graph, target: Target, make: Callable[[], Program]) -> Program:
     """The program that ``make`` builds of a graph, from the disk where it was built before."""
-    key = key_of([_sources(), repr(target), digest(graph)])
+    key = key_of([_sources(), repr(target), digest(graph), os.environ.get(KEEP, "")])
     data = PROGRAMS.get(key)
     if data is not None:
         with contextlib.suppress(ProgramError):  # what cannot be read is made anew

@@ -255,8 +255,9 @@ def test_what_phases_hand_over_is_read_coherently(monkeypatch, tmp_path):
 
 # --- operands kept on the chip -----------------------------------------------------------------------
 
-def test_weights_are_kept_from_phase_to_phase():
-    program = compiler.build_program(unrolled(8, chains=1), CUDA)
+def test_weights_are_kept_from_phase_to_phase(monkeypatch):
+    monkeypatch.setenv(grids.KEEP, "1")
+    program = compiler.lay_out(unrolled(8, chains=1), CUDA)[0]
     (grid,) = program.grids
     (recurrent,) = [k for k, (room, _) in enumerate(grid.keeps) if room]
     text = program.text[program.text.index(grid.bodies[recurrent]):]
