@@ -100,7 +100,7 @@ def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel | GridKe
     grid_kernels: list[GridKernel] = []
     if target.superkernels and program.text:
         program = replace(program, text=WITH_MANY + program.text)
-    elif not target.is_host:  # what superkernels pack are single steps
+    elif target.grids:  # what superkernels pack are single steps
         program, grid_kernels, keeping = grids.join_steps(program, grids.small_steps(graph, planned, target))
         kernels = [replace(k, name=keeping[k.name].name, text=keeping[k.name].text) if k.name in keeping else k
                    for k in kernels]

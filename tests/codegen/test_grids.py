@@ -22,12 +22,14 @@ from tf_stitch.ir import dims as D
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.dtypes import DTYPES
+from tf_stitch.options import Options
 from tf_stitch.program import serialize
 from tf_stitch.program.program import KernelStep, LibraryStep
 from tf_stitch.program.table import make_table
-from tf_stitch.schedule.target import CUDA
+from tf_stitch.schedule.target import CUDA, of_options
 
 # Every node a kernel of its own: many steps, many phases.
+CUDA = replace(CUDA, grids=True)
 TARGET = replace(CUDA, block_work=64, min_blocks=4)
 
 
@@ -305,3 +307,9 @@ def test_only_what_never_changes_is_kept():
     assert re.findall(r"TS_READ_KEPT\(.*\)", kept.text) == ["TS_READ_KEPT(4, 1, (w1 + g * 4), x0 + (b * 4))"]
     assert re.findall(r"TS_(?:RECALL|KEEP)\(.*\)", kept.text) == ["TS_RECALL(w1)", "TS_KEEP(w1)"]
     assert keep_operands("ts_0123456789abcdef", text, [2]) is None
+
+
+def test_grids_are_asked_for():
+    """By default the steps are launched one by one: as a CUDA graph that was faster."""
+    assert not compiler.build_program(unrolled(), of_options(Options(target="cuda:sm_90"))).grids
+    assert compiler.build_program(unrolled(), of_options(Options(target="cuda:sm_90", grids=True))).grids

@@ -20,6 +20,7 @@ class Target:
       block_work: elements of work that one block should have when there are many blocks.
       cores: cores or multiprocessors that the cost model counts on.
       superkernels: kernels also in a form that takes many requests' problems, library products without an epilogue.
+      grids: runs of small kernels as one cooperative kernel each.
       row_registers: 32-bit registers of a thread that may hold elements of a row from stage to stage (0: on-chip memory
         holds them, as on a host, where it is the cache).
     """
@@ -33,6 +34,7 @@ class Target:
     block_work: int
     cores: int
     superkernels: bool = False
+    grids: bool = False
     row_registers: int = 0
 
     @property
@@ -57,5 +59,6 @@ CUDA = Target("cuda", shared_bytes=36 * 1024, vector_bytes=16, threads=256, lane
 
 def of_options(options: Options) -> Target:
     """The target that options name ("auto" is the host here; the ways in resolve it before)."""
-    target = replace(CUDA, superkernels=options.superkernels) if options.target.startswith("cuda") else HOST
+    gpu = replace(CUDA, superkernels=options.superkernels, grids=options.grids)
+    target = gpu if options.target.startswith("cuda") else HOST
     return target.with_shared(options.shared_bytes) if options.shared_bytes else target
