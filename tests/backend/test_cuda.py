@@ -99,7 +99,7 @@ def test_unknown_sizes_are_guarded_and_counted_in_32_bits():
 
 def dense_graph():
     b = Builder()
-    x, w, v = (b.param(s, "float32", n) for s, n in (((None, 512), "x"), ((512, 512), "w"), ((512,), "v")))
+    x, w, v = (b.param(s, "float32", n) for s, n in (((None, 4096), "x"), ((4096, 4096), "w"), ((4096,), "v")))
     y = b.dot(x, w, contract=((1,), (0,)))
     return b.finish([b.ew("max", b.ew("add", y, v), 0.0)])
 

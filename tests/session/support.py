@@ -51,7 +51,7 @@ class Gate:
 
         def wait(x):
             self.entered.release()
-            assert self.open.wait(20)
+            assert self.open.wait(120)
             return x
 
         @tf.function(input_signature=[tf.TensorSpec([None, WIDTH], tf.float32, name="x")])
@@ -62,4 +62,4 @@ class Gate:
         self.function = call
 
     def arrived(self) -> None:
-        assert self.entered.acquire(timeout=20)
+        assert self.entered.acquire(timeout=60)
