@@ -112,21 +112,37 @@ def test_what_is_read_elsewhere_stays_apart():
 
 
 def test_a_sum_of_two_convolutions():
-    def both(b, x, w, u):
-        return relu(b, b.ew("add", conv(b, x, w), conv(b, x, u)))
+    def both(b, x, w, u, v):
+        return relu(b, b.ew("add", b.ew("add", conv(b, x, w), v), conv(b, x, u)))
 
-    first, second = check(both, [*SHAPES, SHAPES[1]])
-    assert {flags_of(first)[:3], flags_of(second)[:3]} == {(0, 0, 0), (0, 1, 1)}
-    assert first.buffers[-1] == second.buffers[2]
+    first, second = check(both, [*SHAPES, SHAPES[1], VECTOR])
+    assert {flags_of(first)[:3], flags_of(second)[:3]} == {(0, 0, 0), (1, 1, 1)}
+    assert first.buffers[-1] == second.buffers[3]
+
+
+@pytest.mark.parametrize("tail", [("relu",), ("sum",), ("sum", "relu")], ids="-".join)
+@pytest.mark.parametrize("dtype,tolerance", [("float32", 1e-4), ("float16", 5e-2)])
+def test_sums_and_relu_without_a_bias_are_a_kernel_after_the_call(tail, dtype, tolerance):
+    """cuDNN has no compiled engine for them."""
+    def block(b, x, w, z):
+        y = conv(b, x, w)
+        y = b.ew("add", y, z) if "sum" in tail else y
+        return relu(b, y) if "relu" in tail else y
+
+    shapes = [*SHAPES, IMAGE]
+    (step,) = check(block, shapes, dtype, tolerance=tolerance)
+    assert flags_of(step) == (0, 0, 0, 1)
+    _, program = program_of(block, shapes, dtype)
+    assert [type(s) for s in program.steps] == [KernelStep, LibraryStep, KernelStep]
 
 
 def test_filters_are_made_ready_by_one_kernel():
-    def tower(b, x, *ws):
-        for w in ws:
-            x = relu(b, conv(b, x, w))
+    def tower(b, x, *parts):
+        for w, v in zip(parts[::2], parts[1::2], strict=True):
+            x = relu(b, b.ew("add", conv(b, x, w), v))
         return x
 
-    shapes = [SHAPES[0], SHAPES[1], (3, 3, 64, 64), (3, 3, 64, 32)]
+    shapes = [SHAPES[0], SHAPES[1], VECTOR, (3, 3, 64, 64), VECTOR, (3, 3, 64, 32), (32,)]
     _, program = program_of(tower, shapes)
     assert [type(s) for s in program.steps] == [KernelStep, LibraryStep, LibraryStep, LibraryStep]
     assert [flags_of(s)[2] for s in check(tower, shapes, tolerance=1e-2)] == [1, 1, 1]

@@ -17,7 +17,8 @@ from tf_stitch.ir.ops import OPS
 from tf_stitch.program import serialize
 
 VARIANTS = [
-    {}, {"bias": 1}, {"residual": 1}, {"bias": 1, "residual": 1, "relu": 1}, {"relu": 1},
+    {}, {"bias": 1}, {"residual": 1}, {"bias": 1, "residual": 1}, {"bias": 1, "residual": 1, "relu": 1},
+    {"relu": 1}, {"bias": 1, "relu": 1},
     {"groups": 2, "bias": 1, "relu": 1}, {"groups": 6, "results": 12},
     {"window": (1, 1), "strides": (1, 1), "low": (0, 0), "high": (0, 0), "dilations": (1, 1)},
     {"image": (1, 1), "low": (3, 3), "high": (3, 3)}, {"channels": 1, "results": 1, "bias": 1},

@@ -4,8 +4,8 @@
 - A filter that is larger than all patches of the image (late layers at a small batch) is best read once, as it lies:
   a kernel writes the patches, and a matrix product does the rest.
 - Else the library's convolution reads the image.  It wants the filter as [out, *window, in], so a transpose is added,
-  which takes the scales that follow (batch normalisation) along; bias, a sum with a tensor and ReLU are part of the
-  call.
+  which takes the scales that follow (batch normalisation) along.  A bias is part of the call, and with it a sum with
+  a tensor and ReLU; without a bias these stay kernels, as cuDNN has no compiled engine for them.
 - Depthwise convolutions stay kernels: they do little work for the bytes that they touch.
 """
 from __future__ import annotations
@@ -201,7 +201,7 @@ def carried(conv: Node) -> tuple[Node, ...]:
 
 
 def match(conv: Node, out: Node, members: set[Node]) -> LibraryCall | None:
-    """The call that computes ``conv`` and what leads from it to ``out``: sums with a bias and a tensor, ReLU."""
+    """The call that computes ``conv`` and what leads from it to ``out``: a bias, and with it a tensor and ReLU."""
     n, relu = without_relu(out)
     bias: Node | None = None
     residual: Node | None = None
@@ -218,6 +218,8 @@ def match(conv: Node, out: Node, members: set[Node]) -> LibraryCall | None:
             return None
         n = inner
     x, w = through_views(conv.inputs[0], members), conv.inputs[1].inputs[0]
+    if bias is None and (relu or residual is not None):
+        return None
     args = [a for a in (x, w, bias, residual) if a is not None]
     if conv.inputs[1] not in members or any(a in members for a in args):
         return None
