@@ -1,12 +1,15 @@
 """The driver: buffers and steps of programs, aliases, and how often the compiler runs."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.fusion.chains import lstm_gates, norm_gelu_softmax, small_attention
 from tf_stitch import compiler
 from tf_stitch.backend import host
+from tf_stitch.codegen.kernel import INDEX_LIMIT
 from tf_stitch.errors import CompileError
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
@@ -91,3 +94,37 @@ def test_text_can_be_had_without_a_compiler(monkeypatch):
     for target in (HOST, CUDA):
         program = compiler.build_program(small_attention(), target)
         assert "TS_KERNEL" in program.text and not program.code
+
+
+def unknown_sizes(kind: str):
+    """A graph over tensors of n elements, or n rows of 64, that a kernel of the kind computes."""
+    b = Builder()
+    x = b.param([None] if kind == "flat" else [None, 64], "float16")
+    y = b.ew("exp", x)
+    if kind == "rows":
+        y = b.ew("div", y, b.broadcast_to(b.reduce("sum", y, (1,), keepdims=True), y.shape))
+    elif kind == "chain of rows":
+        for _ in range(3):
+            y = b.ew("exp", b.ew("sub", y, b.broadcast_to(b.reduce("max", y, (1,), keepdims=True), y.shape)))
+    elif kind == "columns":
+        y = b.reduce("sum", y, (0,))
+    elif kind == "tiles":
+        y = b.ew("exp", b.transpose(y, (1, 0)))
+    return b.finish([y])
+
+
+@pytest.mark.parametrize("superkernels", [False, True])
+@pytest.mark.parametrize("kind", ["flat", "rows", "chain of rows", "columns", "tiles"])
+def test_sizes_past_32_bits_are_refused_by_a_guard(kind, superkernels):
+    """On a GPU kernels count in 32 bits, so no larger tensor may reach them."""
+    graph = unknown_sizes(kind)
+    program = compiler.build_program(graph, replace(CUDA, superkernels=superkernels))
+    (symbol,) = program.symbols
+    most = INDEX_LIMIT if kind == "flat" else INDEX_LIMIT // 64
+
+    def accepted(n: int) -> bool:
+        return all(g.holds({symbol: n}) for g in program.guards)
+
+    assert kernels(program)
+    assert accepted(most) and not accepted(most + 1)
+    assert not any(accepted(n) for n in (1 << 31, (1 << 31) + 12_345, 1 << 32, 1 << 40))
