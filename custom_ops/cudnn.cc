@@ -613,12 +613,16 @@ std::shared_ptr<const Convolution> Convolution::Make(const ConvShape& s, std::st
   impl.shape = s;
   impl.session = Session::OfCurrentDevice(error);
   if (!impl.session) return nullptr;
-  OperationGraph graph(*impl.session, s);
-  if (graph.status()) {
-    *error = Failed(*impl.session->api, graph.status(), "describing a convolution");
-    return nullptr;
+  std::vector<Proposal> proposals;
+  {
+    std::lock_guard<std::mutex> lock(impl.session->mu);  // plans are finished with the handle that others run with
+    OperationGraph graph(*impl.session, s);
+    if (graph.status()) {
+      *error = Failed(*impl.session->api, graph.status(), "describing a convolution");
+      return nullptr;
+    }
+    proposals = Propose(*impl.session, graph, s);
   }
-  std::vector<Proposal> proposals = Propose(*impl.session, graph, s);
   if (proposals.empty()) {
     *error = "cuDNN has no engine for a convolution";
     return nullptr;
