@@ -39,7 +39,8 @@ def has_kernel(op: str, dtype: str, attr: str = "T") -> bool:
 
 def session(graph: tf.Graph) -> v1.Session:
     """A session that runs the nodes as they are, with no graph optimizer."""
-    config = v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1)
+    config = v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1,
+                            use_per_session_threads=True)  # else the first session's numbers are the process's
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     config.graph_options.optimizer_options.opt_level = v1.OptimizerOptions.L0
     return v1.Session(graph=graph, config=config)
