@@ -1,7 +1,5 @@
 #include "cublas_batched.h"
 
-#include <dlfcn.h>
-
 #include <climits>
 #include <list>
 #include <map>
@@ -11,16 +9,15 @@
 #include <utility>
 
 #include "autotune.h"
+#include "nvidia_library.h"
 
 namespace tf_stitch::cuda {
 namespace {
 
 // Opaque handle and enums of cublas_api.h.
-using Handle = void*;
-using Status = int;
+using Handle = LibraryHandle;
+using Status = LibraryStatus;
 
-constexpr int kOpN = 0, kOpT = 1;
-constexpr int kCompute32F = 68, kCompute64F = 70, kComputeFastTf32 = 77;
 constexpr int kAlgoDefault = -1;
 constexpr size_t kWorkspace = size_t{32} << 20;
 constexpr size_t kBatchesKept = 1024;
@@ -38,114 +35,48 @@ struct Api {
                     int, const int*, int);
 };
 
-struct Library {
-  Api api{};
-  std::string error;
-};
-
-Library LoadLibrary() {
-  Library out;
-  void* handle = nullptr;
-  for (const char* name : {"libcublas.so.13", "libcublas.so.12"}) {
-    // One that TensorFlow has loaded already comes first, whatever the search path says.
-    if (!handle) handle = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-  }
-  for (const char* name : {"libcublas.so.12", "libcublas.so.13"}) {
-    if (!handle) handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-  }
-  if (!handle) {
-    out.error = "libcublas.so.12 cannot be loaded; install tensorflow[and-cuda]";
-    return out;
-  }
-  auto find = [&](const char* name, auto* fn) {
-    *fn = reinterpret_cast<std::remove_pointer_t<decltype(fn)>>(dlsym(handle, name));
-    return *fn != nullptr;
-  };
-  auto need = [&](const char* name, auto* fn) {
-    if (!find(name, fn) && out.error.empty()) out.error = std::string("libcublas has no ") + name;
-  };
-  need("cublasCreate_v2", &out.api.Create);
-  need("cublasSetStream_v2", &out.api.SetStream);
-  need("cublasSetWorkspace_v2", &out.api.SetWorkspace);
-  need("cublasGetVersion_v2", &out.api.GetVersion);
-  need("cublasGemmBatchedEx", &out.api.Batched);
-  find("cublasGemmGroupedBatchedEx", &out.api.Grouped);
+Library<Api> LoadLibrary() {
+  Library<Api> out;
+  LibraryFile file({"libcublas.so.13", "libcublas.so.12"}, {"libcublas.so.12", "libcublas.so.13"});
+  file.Need("cublasCreate_v2", &out.api.Create);
+  file.Need("cublasSetStream_v2", &out.api.SetStream);
+  file.Need("cublasSetWorkspace_v2", &out.api.SetWorkspace);
+  file.Need("cublasGetVersion_v2", &out.api.GetVersion);
+  file.Need("cublasGemmBatchedEx", &out.api.Batched);
+  file.Find("cublasGemmGroupedBatchedEx", &out.api.Grouped);
+  out.error = file.error();
   return out;
-}
-
-const Api* LoadApi(std::string* error) {
-  static const Library& library = *new Library(LoadLibrary());
-  if (library.error.empty()) return &library.api;
-  *error = library.error;
-  return nullptr;
 }
 
 std::string Failed(Status status, const char* doing) {
   return "cuBLAS status " + std::to_string(status) + " while " + doing;
 }
 
-// cuBLAS's handle for one device.  It holds a stream and a workspace, so that one thread at a time may use it.
-class Session {
- public:
-  // Null with the reason in `error`.
-  static Session* OfCurrentDevice(std::string* error) {
-    static auto& mu = *new std::mutex;
-    static auto& sessions = *new std::map<Device, Session>;
-    const Api* api = LoadApi(error);
-    if (!api) return nullptr;
-    Device device = 0;
-    LoadDriver(nullptr)->CtxGetDevice(&device);
-    std::lock_guard<std::mutex> lock(mu);
-    Session& session = sessions[device];
-    session.api_ = api;
-    if (!session.handle_) {
-      Status status = api->Create(&session.handle_);
-      if (status) {
-        session.handle_ = nullptr;
-        *error = Failed(status, "making a handle");
-        return nullptr;
-      }
-    }
-    return &session;
-  }
+using Session = DeviceSession<Api>;
 
-  const Api& api() const { return *api_; }
+// Null with the reason in `error`.
+Session* SessionOfCurrentDevice(std::string* error) {
+  const Api* api = LoadOnce(LoadLibrary, error);
+  if (!api) return nullptr;
+  Status status = 0;
+  Session* session = SessionHere(*api, &status);
+  if (!session) *error = Failed(status, "making a handle");
+  return session;
+}
 
-  int Version() const {
-    int version = 0;
-    api_->GetVersion(handle_, &version);
-    return version;
-  }
+int Version(const Session& session) {
+  int version = 0;
+  session.api->GetVersion(session.handle, &version);
+  return version;
+}
 
-  // Makes `call` on a stream with a workspace of kWorkspace bytes.
-  template <class Call>
-  Status With(Stream stream, void* workspace, const Call& call) {
-    std::lock_guard<std::mutex> lock(mu_);
-    Status status = api_->SetStream(handle_, stream);  // this takes the workspace away
-    if (!status) status = api_->SetWorkspace(handle_, workspace, kWorkspace);
-    return status ? status : call(handle_);
-  }
-
- private:
-  const Api* api_ = nullptr;
-  Handle handle_ = nullptr;
-  std::mutex mu_;
-};
-
-// cudaDataType and compute type of an element type; {-1, -1} for those that have no product here.
-std::pair<int, int> TypesOf(int dtype, bool tf32) {
-  switch (dtype) {
-    case 1:
-      return {0, tf32 ? kComputeFastTf32 : kCompute32F};
-    case 2:
-      return {1, kCompute64F};
-    case 19:
-      return {2, kCompute32F};
-    case 14:
-      return {14, kCompute32F};
-    default:
-      return {-1, -1};
-  }
+// Makes `call` on a stream with a workspace of kWorkspace bytes.
+template <class Call>
+Status With(Session* session, Stream stream, void* workspace, const Call& call) {
+  std::lock_guard<std::mutex> lock(session->mu);
+  Status status = session->api->SetStream(session->handle, stream);  // this takes the workspace away
+  if (!status) status = session->api->SetWorkspace(session->handle, workspace, kWorkspace);
+  return status ? status : call(session->handle);
 }
 
 }  // namespace
@@ -160,14 +91,11 @@ struct PointerBatch::Impl {
   Status RunBlas(const void* const* lhs, const void* const* rhs, void* const* out, void* workspace, Stream stream) {
     const MatmulShape& s = shape;
     int m = static_cast<int>(s.m), n = static_cast<int>(s.n), k = static_cast<int>(s.k);
-    const float one_f = 1, zero_f = 0;
-    const double one_d = 1, zero_d = 0;
-    const void* one = type == 1 ? static_cast<const void*>(&one_d) : &one_f;
-    const void* zero = type == 1 ? static_cast<const void*>(&zero_d) : &zero_f;
-    return session->With(stream, workspace, [&](Handle handle) {
-      return session->api().Batched(handle, s.trans_rhs ? kOpT : kOpN, s.trans_lhs ? kOpT : kOpN, n, m, k, one, rhs,
-                                    type, s.trans_rhs ? k : n, lhs, type, s.trans_lhs ? m : k, zero, out, type, n,
-                                    static_cast<int>(s.batch), compute, kAlgoDefault);
+    BlasFactors factors = BlasFactorsOf(type);
+    return With(session, stream, workspace, [&](Handle handle) {
+      return session->api->Batched(handle, s.trans_rhs ? kOpT : kOpN, s.trans_lhs ? kOpT : kOpN, n, m, k, factors.one,
+                                   rhs, type, s.trans_rhs ? k : n, lhs, type, s.trans_lhs ? m : k, factors.zero, out,
+                                   type, n, static_cast<int>(s.batch), compute, kAlgoDefault);
     });
   }
 
@@ -181,7 +109,7 @@ struct PointerBatch::Impl {
   // Whether cuBLASLt's choice is faster than cuBLAS's.
   bool LtIsFaster(const std::shared_ptr<const Matmul>& product) {
     const Driver& driver = *LoadDriver(nullptr);
-    std::string key = "cublas " + std::to_string(session->Version()) + ", " + DeviceKey(driver) + ", pointers " +
+    std::string key = "cublas " + std::to_string(Version(*session)) + ", " + DeviceKey(driver) + ", pointers " +
                       std::to_string(shape.dtype) + " " + std::to_string(SizeClass(shape.batch));
     for (int64_t v : {SizeClass(shape.m), shape.n, shape.k, int64_t{shape.trans_lhs}, int64_t{shape.trans_rhs},
                       int64_t{shape.tf32}}) {
@@ -251,14 +179,14 @@ std::shared_ptr<const PointerBatch> PointerBatch::Get(const MatmulShape& shape, 
   std::shared_ptr<PointerBatch> made(new PointerBatch());
   Impl& impl = *made->impl_;
   impl.shape = s;
-  std::tie(impl.type, impl.compute) = TypesOf(s.dtype, s.tf32);
+  std::tie(impl.type, impl.compute) = BlasTypes(s.dtype, s.tf32);
   if (impl.type < 0) {
     *error = "cuBLAS has no product of element type " + std::to_string(s.dtype);
     return nullptr;
   }
   std::string without_lt;
   std::shared_ptr<const Matmul> product = Matmul::Get(s, &without_lt);  // null before CUDA 12.6
-  impl.session = Session::OfCurrentDevice(error);
+  impl.session = SessionOfCurrentDevice(error);
   if (!product && !impl.session) return nullptr;
   if (product && (!impl.session || impl.LtIsFaster(product))) impl.lt = std::move(product);
   entries.emplace_front(key, made);
@@ -276,10 +204,10 @@ size_t GroupedWorkspaceBytes() { return kWorkspace; }
 std::string RunGroups(int dtype, bool tf32, const std::vector<ProductGroup>& groups, const void* const* lhs,
                       const void* const* rhs, void* const* out, void* workspace, Stream stream) {
   std::string error;
-  Session* session = Session::OfCurrentDevice(&error);
+  Session* session = SessionOfCurrentDevice(&error);
   if (!session) return error;
-  if (!session->api().Grouped) return "this cuBLAS has no grouped products; they came with CUDA 12.5";
-  auto [type, compute] = TypesOf(dtype, tf32);
+  if (!session->api->Grouped) return "this cuBLAS has no grouped products; they came with CUDA 12.5";
+  auto [type, compute] = BlasTypes(dtype, tf32);
   if (type < 0 || type == 1) return "cuBLAS has no grouped products of element type " + std::to_string(dtype);
   size_t n = groups.size();
   std::vector<int> trans_a(n), trans_b(n), rows(n), columns(n), depth(n), lda(n), ldb(n), ldc(n), counts(n);
@@ -296,10 +224,10 @@ std::string RunGroups(int dtype, bool tf32, const std::vector<ProductGroup>& gro
     ldc[i] = g.n;
     counts[i] = g.count;
   }
-  Status status = session->With(stream, workspace, [&, type = type, compute = compute](Handle handle) {
-    return session->api().Grouped(handle, trans_a.data(), trans_b.data(), rows.data(), columns.data(), depth.data(),
-                                  ones.data(), rhs, type, lda.data(), lhs, type, ldb.data(), zeros.data(), out, type,
-                                  ldc.data(), static_cast<int>(n), counts.data(), compute);
+  Status status = With(session, stream, workspace, [&, type = type, compute = compute](Handle handle) {
+    return session->api->Grouped(handle, trans_a.data(), trans_b.data(), rows.data(), columns.data(), depth.data(),
+                                 ones.data(), rhs, type, lda.data(), lhs, type, ldb.data(), zeros.data(), out, type,
+                                 ldc.data(), static_cast<int>(n), counts.data(), compute);
   });
   return status ? Failed(status, "running grouped matrix products") : "";
 }

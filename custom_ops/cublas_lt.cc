@@ -1,7 +1,5 @@
 #include "cublas_lt.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cstring>
 #include <list>
@@ -13,16 +11,17 @@
 #include <vector>
 
 #include "autotune.h"
+#include "nvidia_library.h"
 
 namespace tf_stitch::cuda {
 namespace {
 
 // Opaque handles and enums of cublasLt.h (stable since CUDA 11).
-using Handle = void*;
+using Handle = LibraryHandle;
 using Desc = void*;
 using Layout = void*;
 using Preference = void*;
-using Status = int;
+using Status = LibraryStatus;
 
 struct Algo {
   uint64_t data[8];
@@ -35,7 +34,6 @@ struct HeuristicResult {
   int reserved[4];
 };
 
-constexpr int kCompute32F = 68, kCompute64F = 70, kComputeFastTf32 = 77;
 constexpr int kDescTransA = 3, kDescTransB = 4, kDescEpilogue = 7, kDescBiasPointer = 8;
 constexpr int kLayoutBatchCount = 5, kLayoutStride = 6, kLayoutBatchMode = 8;
 constexpr int kBatchOfPointers = 1;
@@ -43,7 +41,6 @@ constexpr int kPreferenceWorkspace = 1;
 constexpr int kPreferenceAlignments[] = {5, 6, 7, 8};  // of A, B, C, D
 constexpr uint32_t kAlignment = kMatmulAlignment;
 constexpr int kEpilogueDefault = 1, kEpilogueBias = 4;
-constexpr int kOpN = 0, kOpT = 1;
 constexpr size_t kWorkspaceLimit = size_t{32} << 20;
 constexpr size_t kProductsKept = 4096;
 constexpr int kProposals = 12, kProposalsWithoutWorkspace = 4;
@@ -68,87 +65,30 @@ struct Api {
                 void*, Layout, const Algo*, void*, size_t, Stream);
 };
 
-struct Library {
-  Api api{};
-  std::string error;
-};
-
-Library LoadLibrary() {
-  Library out;
-  void* handle = nullptr;
-  for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"}) {
-    // One that TensorFlow has loaded already comes first, whatever the search path says.
-    if (!handle) handle = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-  }
-  for (const char* name : {"libcublasLt.so.12", "libcublasLt.so.13", "libcublasLt.so"}) {
-    if (!handle) handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-  }
-  if (!handle) {
-    out.error = "libcublasLt.so.12 cannot be loaded; install tensorflow[and-cuda]";
-    return out;
-  }
-  auto find = [&](const char* name, auto* fn) {
-    *fn = reinterpret_cast<std::remove_pointer_t<decltype(fn)>>(dlsym(handle, name));
-    if (!*fn && out.error.empty()) out.error = std::string("libcublasLt has no ") + name;
-  };
-  find("cublasLtGetVersion", &out.api.GetVersion);
-  find("cublasLtCreate", &out.api.Create);
-  find("cublasLtMatmulDescCreate", &out.api.DescCreate);
-  find("cublasLtMatmulDescDestroy", &out.api.DescDestroy);
-  find("cublasLtMatmulDescSetAttribute", &out.api.DescSet);
-  find("cublasLtMatrixLayoutCreate", &out.api.LayoutCreate);
-  find("cublasLtMatrixLayoutDestroy", &out.api.LayoutDestroy);
-  find("cublasLtMatrixLayoutSetAttribute", &out.api.LayoutSet);
-  find("cublasLtMatmulPreferenceCreate", &out.api.PreferenceCreate);
-  find("cublasLtMatmulPreferenceDestroy", &out.api.PreferenceDestroy);
-  find("cublasLtMatmulPreferenceSetAttribute", &out.api.PreferenceSet);
-  find("cublasLtMatmulAlgoGetHeuristic", &out.api.Heuristic);
-  find("cublasLtMatmulAlgoCheck", &out.api.AlgoCheck);
-  find("cublasLtMatmul", &out.api.Run);
+Library<Api> LoadLibrary() {
+  Library<Api> out;
+  LibraryFile file({"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"},
+                   {"libcublasLt.so.12", "libcublasLt.so.13", "libcublasLt.so"});
+  file.Need("cublasLtGetVersion", &out.api.GetVersion);
+  file.Need("cublasLtCreate", &out.api.Create);
+  file.Need("cublasLtMatmulDescCreate", &out.api.DescCreate);
+  file.Need("cublasLtMatmulDescDestroy", &out.api.DescDestroy);
+  file.Need("cublasLtMatmulDescSetAttribute", &out.api.DescSet);
+  file.Need("cublasLtMatrixLayoutCreate", &out.api.LayoutCreate);
+  file.Need("cublasLtMatrixLayoutDestroy", &out.api.LayoutDestroy);
+  file.Need("cublasLtMatrixLayoutSetAttribute", &out.api.LayoutSet);
+  file.Need("cublasLtMatmulPreferenceCreate", &out.api.PreferenceCreate);
+  file.Need("cublasLtMatmulPreferenceDestroy", &out.api.PreferenceDestroy);
+  file.Need("cublasLtMatmulPreferenceSetAttribute", &out.api.PreferenceSet);
+  file.Need("cublasLtMatmulAlgoGetHeuristic", &out.api.Heuristic);
+  file.Need("cublasLtMatmulAlgoCheck", &out.api.AlgoCheck);
+  file.Need("cublasLtMatmul", &out.api.Run);
+  out.error = file.error();
   return out;
-}
-
-const Api* LoadApi(std::string* error) {
-  static const Library& library = *new Library(LoadLibrary());
-  if (library.error.empty()) return &library.api;
-  *error = library.error;
-  return nullptr;
 }
 
 std::string Failed(Status status, const char* doing) {
   return "cuBLASLt status " + std::to_string(status) + " while " + doing;
-}
-
-// One handle per device: cuBLASLt binds a handle to the context that is current when it is made.
-Handle HandleOf(const Api& api, Device device, std::string* error) {
-  static std::mutex mu;
-  static auto& handles = *new std::map<Device, Handle>;
-  std::lock_guard<std::mutex> lock(mu);
-  Handle& handle = handles[device];
-  if (!handle) {
-    Status status = api.Create(&handle);
-    if (status) {
-      *error = Failed(status, "making a handle");
-      handle = nullptr;
-    }
-  }
-  return handle;
-}
-
-// cudaDataType and compute type of an element type; {-1, -1} for those that have no product here.
-std::pair<int, int> TypesOf(int dtype, bool tf32) {
-  switch (dtype) {
-    case 1:
-      return {0, tf32 ? kComputeFastTf32 : kCompute32F};
-    case 2:
-      return {1, kCompute64F};
-    case 19:
-      return {2, kCompute32F};
-    case 14:
-      return {14, kCompute32F};
-    default:
-      return {-1, -1};
-  }
 }
 
 }  // namespace
@@ -255,10 +195,7 @@ struct Matmul::Impl {
 
   Status Enqueue(const Algo& which, size_t workspace_bytes, const void* lhs, const void* rhs, const void* bias,
                  void* out, void* workspace_memory, Stream stream) {
-    const float one_f = 1, zero_f = 0;
-    const double one_d = 1, zero_d = 0;
-    const void* one = type == 1 ? static_cast<const void*>(&one_d) : &one_f;
-    const void* zero = type == 1 ? static_cast<const void*>(&zero_d) : &zero_f;
+    auto [one, zero] = BlasFactorsOf(type);
     std::unique_lock<std::mutex> lock(mu, std::defer_lock);
     if (shape.bias) {
       lock.lock();
@@ -371,7 +308,7 @@ std::shared_ptr<const Matmul> Matmul::Get(const MatmulShape& shape, std::string*
     entries.splice(entries.begin(), entries, found->second);
     return found->second->second;
   }
-  std::shared_ptr<const Matmul> made = Make(s, device, error);
+  std::shared_ptr<const Matmul> made = Make(s, error);
   if (!made) return nullptr;
   entries.emplace_front(key, made);
   by_key[key] = entries.begin();
@@ -382,8 +319,8 @@ std::shared_ptr<const Matmul> Matmul::Get(const MatmulShape& shape, std::string*
   return made;
 }
 
-std::shared_ptr<const Matmul> Matmul::Make(const MatmulShape& s, Device device, std::string* error) {
-  const Api* api = LoadApi(error);
+std::shared_ptr<const Matmul> Matmul::Make(const MatmulShape& s, std::string* error) {
+  const Api* api = LoadOnce(LoadLibrary, error);
   if (!api) return nullptr;
   if (s.batch > INT32_MAX) {
     *error = "cuBLASLt has no product of " + std::to_string(s.batch) + " matrices at once";
@@ -393,14 +330,19 @@ std::shared_ptr<const Matmul> Matmul::Make(const MatmulShape& s, Device device, 
   Impl& impl = *out->impl_;
   impl.shape = s;
   impl.api = api;
-  impl.handle = HandleOf(*api, device, error);
-  if (!impl.handle) return nullptr;
-  std::tie(impl.type, impl.compute) = TypesOf(s.dtype, s.tf32);
+  Status status = 0;
+  auto* session = SessionHere(*api, &status);  // cuBLASLt binds a handle to the context that is current
+  if (!session) {
+    *error = Failed(status, "making a handle");
+    return nullptr;
+  }
+  impl.handle = session->handle;
+  std::tie(impl.type, impl.compute) = BlasTypes(s.dtype, s.tf32);
   if (impl.type < 0) {
     *error = "cuBLASLt has no product of element type " + std::to_string(s.dtype);
     return nullptr;
   }
-  Status status = impl.Describe();
+  status = impl.Describe();
   if (status) {
     *error = Failed(status, "describing a matrix product");
     return nullptr;

@@ -41,7 +41,7 @@ class Matmul {
 
  private:
   Matmul();
-  static std::shared_ptr<const Matmul> Make(const MatmulShape& shape, Device device, std::string* error);
+  static std::shared_ptr<const Matmul> Make(const MatmulShape& shape, std::string* error);
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -1,7 +1,5 @@
 #include "cudnn.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cstring>
 #include <list>
@@ -13,14 +11,15 @@
 #include <vector>
 
 #include "autotune.h"
+#include "nvidia_library.h"
 
 namespace tf_stitch::cuda {
 namespace {
 
 // Opaque handles and enums of cuDNN 9's graph API (cudnn_graph.h; the same numbers as in cuDNN 8).
-using Handle = void*;
+using Handle = LibraryHandle;
 using Descriptor = void*;
-using Status = int;
+using Status = LibraryStatus;
 
 enum DescriptorType {
   kPointwise = 0,
@@ -133,76 +132,38 @@ struct Api {
   Status (*Execute)(Handle, Descriptor, Descriptor);
 };
 
-struct Library {
-  Api api{};
-  std::string error;
-};
-
-Library LoadLibrary() {
-  Library out;
-  // One that TensorFlow has loaded already comes first, whatever the search path says.
-  void* handle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-  if (!handle) handle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_LOCAL);
-  if (!handle) {
-    out.error = "libcudnn.so.9 cannot be loaded; install tensorflow[and-cuda]";
-    return out;
-  }
-  auto find = [&](const char* name, auto* fn) {
-    *fn = reinterpret_cast<std::remove_pointer_t<decltype(fn)>>(dlsym(handle, name));
-    if (!*fn && out.error.empty()) out.error = std::string("libcudnn has no ") + name;
-  };
-  find("cudnnGetVersion", &out.api.GetVersion);
-  find("cudnnGetErrorString", &out.api.GetErrorString);
-  find("cudnnCreate", &out.api.Create);
-  find("cudnnSetStream", &out.api.SetStream);
-  find("cudnnBackendCreateDescriptor", &out.api.CreateDescriptor);
-  find("cudnnBackendDestroyDescriptor", &out.api.DestroyDescriptor);
-  find("cudnnBackendSetAttribute", &out.api.Set);
-  find("cudnnBackendGetAttribute", &out.api.Get);
-  find("cudnnBackendFinalize", &out.api.Finalize);
-  find("cudnnBackendExecute", &out.api.Execute);
+Library<Api> LoadLibrary() {
+  Library<Api> out;
+  LibraryFile file({"libcudnn.so.9"}, {"libcudnn.so.9"});
+  file.Need("cudnnGetVersion", &out.api.GetVersion);
+  file.Need("cudnnGetErrorString", &out.api.GetErrorString);
+  file.Need("cudnnCreate", &out.api.Create);
+  file.Need("cudnnSetStream", &out.api.SetStream);
+  file.Need("cudnnBackendCreateDescriptor", &out.api.CreateDescriptor);
+  file.Need("cudnnBackendDestroyDescriptor", &out.api.DestroyDescriptor);
+  file.Need("cudnnBackendSetAttribute", &out.api.Set);
+  file.Need("cudnnBackendGetAttribute", &out.api.Get);
+  file.Need("cudnnBackendFinalize", &out.api.Finalize);
+  file.Need("cudnnBackendExecute", &out.api.Execute);
+  out.error = file.error();
   return out;
-}
-
-const Api* LoadApi(std::string* error) {
-  static const Library& library = *new Library(LoadLibrary());
-  if (library.error.empty()) return &library.api;
-  *error = library.error;
-  return nullptr;
 }
 
 std::string Failed(const Api& api, Status status, const char* doing) {
   return std::string(api.GetErrorString(status)) + " while " + doing;
 }
 
-// cuDNN's handle for one device.  It holds a stream, so that one thread at a time may use it.
-struct Session {
-  const Api* api = nullptr;
-  Handle handle = nullptr;
-  std::mutex mu;
+using Session = DeviceSession<Api>;
 
-  // Null with the reason in `error`.
-  static Session* OfCurrentDevice(std::string* error) {
-    static auto& mu = *new std::mutex;
-    static auto& sessions = *new std::map<Device, Session>;
-    const Api* api = LoadApi(error);
-    if (!api) return nullptr;
-    Device device = 0;
-    LoadDriver(nullptr)->CtxGetDevice(&device);
-    std::lock_guard<std::mutex> lock(mu);
-    Session& session = sessions[device];
-    session.api = api;
-    if (!session.handle) {
-      Status status = api->Create(&session.handle);
-      if (status) {
-        session.handle = nullptr;
-        *error = Failed(*api, status, "making a handle");
-        return nullptr;
-      }
-    }
-    return &session;
-  }
-};
+// Null with the reason in `error`.
+Session* SessionOfCurrentDevice(std::string* error) {
+  const Api* api = LoadOnce(LoadLibrary, error);
+  if (!api) return nullptr;
+  Status status = 0;
+  Session* session = SessionHere(*api, &status);
+  if (!session) *error = Failed(*api, status, "making a handle");
+  return session;
+}
 
 // A descriptor that is destroyed with this.  The first status that is not success is kept, and nothing is done after
 // it.
@@ -611,7 +572,7 @@ std::shared_ptr<const Convolution> Convolution::Make(const ConvShape& s, std::st
   std::shared_ptr<Convolution> out(new Convolution());
   Impl& impl = *out->impl_;
   impl.shape = s;
-  impl.session = Session::OfCurrentDevice(error);
+  impl.session = SessionOfCurrentDevice(error);
   if (!impl.session) return nullptr;
   std::vector<Proposal> proposals;
   {
