@@ -23,6 +23,7 @@
 #include <optional>
 #include <set>
 
+#include "flat_json.h"
 #include "host/json.h"
 #include "host/load.h"
 #include "host/model.h"
@@ -228,7 +229,7 @@ int Load(Args* args) {
          options.threads, static_cast<long long>(options.requests), Text(result).c_str(),
          static_cast<long long>(after[0] - before[0]), static_cast<long long>(after[1] - before[1]));
   if (reference) printf(", \"original\": %s", Text(*reference).c_str());
-  printf(", \"first_problem\": %s}\n", Quoted(result.first_problem).c_str());
+  printf(", \"first_problem\": %s}\n", QuotedJson(result.first_problem).c_str());
   bool grows = (result.rss_after - result.rss_warm) / 1e6 > most_growth;
   if (grows) fprintf(stderr, "tf_stitch_host: the memory of the process grew past --max-growth-mb\n");
   return result.wrong || result.failed || grows ? 1 : 0;

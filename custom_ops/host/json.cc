@@ -7,6 +7,7 @@
 #include <limits>
 #include <utility>
 
+#include "../flat_json.h"
 #include "absl/strings/escaping.h"
 #include "google/protobuf/struct.pb.h"
 #include "google/protobuf/util/json_util.h"
@@ -177,7 +178,7 @@ std::string Element(const Tensor& t, int64_t i) {
   if (kind == 'c') throw Failure("Complex numbers cannot be written as JSON; use --output FILE.npz.");
   if (kind != 's') return Number(t, i);
   std::string_view text = t.text(i);
-  return IsUtf8(text) ? Quoted(text) : "{\"b64\": \"" + absl::Base64Escape(text) + "\"}";
+  return IsUtf8(text) ? QuotedJson(text) : "{\"b64\": \"" + absl::Base64Escape(text) + "\"}";
 }
 
 void Nested(const Tensor& t, const std::vector<int64_t>& shape, size_t depth, int64_t* at, std::string* out) {
@@ -230,27 +231,11 @@ std::string WriteJson(const NamedTensors& tensors) {
   bool first = true;
   for (const auto& [name, tensor] : tensors) {
     if (!std::exchange(first, false)) out += ", ";
-    out += Quoted(name) + ": ";
+    out += QuotedJson(name) + ": ";
     int64_t at = 0;
     Nested(tensor, tensor.shape(), 0, &at, &out);
   }
   return out + "}}";
-}
-
-std::string Quoted(std::string_view text) {
-  std::string out = "\"";
-  for (char c : text) {
-    if (c == '"' || c == '\\') {
-      out += {'\\', c};
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char code[8];
-      snprintf(code, sizeof code, "\\u%04x", c);
-      out += code;
-    } else {
-      out += c;
-    }
-  }
-  return out + '"';
 }
 
 }  // namespace tf_stitch::host

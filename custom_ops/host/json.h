@@ -17,9 +17,6 @@ NamedTensors ReadJson(const std::string& text, const Signature& signature);
 // {"outputs": {NAME: nested lists}}; numbers that are not finite are NaN, Infinity, -Infinity, as Serving has them.
 std::string WriteJson(const NamedTensors& tensors);
 
-// A string in quotes.
-std::string Quoted(std::string_view text);
-
 }  // namespace tf_stitch::host
 
 #endif  // TF_STITCH_CUSTOM_OPS_HOST_JSON_H_
