@@ -260,7 +260,8 @@ std::string CudaPlan::Run(void* const* memory, void* workspace, cuda::Stream str
   {
     std::lock_guard<std::mutex> lock(mu_);
     bool usable = false;
-    std::string error = Readdress(addresses, &usable);
+    // A run that waited for the lock may find that another one has given up, and half a graph left by it.
+    std::string error = graphs_ ? Readdress(addresses, &usable) : "";
     if (!error.empty()) {  // graphs are only an optimisation: without them all still works
       graphs_ = false;
       usable = false;
