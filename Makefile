@@ -1,7 +1,8 @@
 # Everything runs in .venv and sets itself up: a Debian machine with python3.11, g++ and make is enough.
 #   make demo    rewrite a real model, run it, compare          make bench   compare with TensorFlow and XLA
 #   make test    the test suite                                 make lint    ruff, mypy, clang-format
-#   make wheel   a wheel in dist/                               make clean   remove all that was built
+#   make results the GPU results' text and plots, from JSON      make clean   remove all that was built
+#   make wheel   a wheel in dist/
 #   make host    a server without Python, build/host/           make load    100,000 requests to it, answers checked
 #   make sanitize the op's runtime under sanitizers             make fuzz    libFuzzer on damaged programs (30 minutes)
 #   make serving-sources DEST=CHECKOUT    puts the op into a TensorFlow Serving checkout
@@ -15,7 +16,7 @@ CXX_FILES := $(wildcard custom_ops/*.cc custom_ops/*.h custom_ops/*/*.cc custom_
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format bench wheel build clean host load serving-sources sanitize fuzz
+.PHONY: demo test lint format bench results wheel build clean host load serving-sources sanitize fuzz
 
 demo: $(STAMPS)/models build
 	$(BIN)/python -m models.demo
@@ -25,6 +26,9 @@ test: $(STAMPS)/test $(STAMPS)/models build host
 
 bench: $(STAMPS)/models build
 	$(BIN)/python -m models.bench
+
+results: $(STAMPS)/models build
+	$(BIN)/python -m models.report models/results/h200.json
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,13 @@ from tf_stitch import bench
 
 from . import plots, reference
 from .peers import session
+from .turns import Turns
 from .workloads import REGISTRY, Instance, Workload, select
 
+TOLERANCE = 1e-5  # of the largest value
+SLACK = 4  # times TensorFlow's own error
 RESULTS = Path(__file__).resolve().parent / "results"
-TOLERANCE = 1e-5
 SHAPES = {"known": (False,), "unknown": (True,), "both": (False, True)}  # is the batch dim unknown to the systems?
-SLACK = 4  # how much more than TensorFlow's own error is still no mistake (a GPU multiplies in TF32 by default)
 
 
 class Runner:
@@ -57,18 +58,21 @@ class Runner:
         return self.instance.results(self.function, self.args)
 
 
-def _tensorflow(instance: Instance, signature: list[tf.TensorSpec]) -> Callable[..., Any]:
-    return tf.function(instance.function, input_signature=signature)
+Function = Callable[..., Any]
 
 
-def _xla(instance: Instance, signature: list[tf.TensorSpec]) -> Callable[..., Any]:
-    return tf.function(instance.function, input_signature=signature, jit_compile=True)
+def _tensorflow(function: Function, signature: list[tf.TensorSpec]) -> Function:
+    return tf.function(function, input_signature=signature)
 
 
-def _stitched(instance: Instance, signature: list[tf.TensorSpec]) -> Callable[..., Any]:
+def _xla(function: Function, signature: list[tf.TensorSpec]) -> Function:
+    return tf.function(function, input_signature=signature, jit_compile=True)
+
+
+def _stitched(function: Function, signature: list[tf.TensorSpec]) -> Function:
     import tf_stitch
 
-    return tf_stitch.function(instance.function, input_signature=signature)
+    return tf_stitch.function(function, input_signature=signature)
 
 
 COMPILE = {"tensorflow": _tensorflow, "xla": _xla, "stitched": _stitched}
@@ -79,27 +83,49 @@ def runner(workload: Workload, system: str, batch: int | None, dynamic: bool) ->
     """The workload under a system; ``dynamic`` leaves the batch dim unknown to it."""
     instance = workload.instance()
     signature = instance.signature(None if dynamic else batch or workload.batch)
-    return Runner(instance, COMPILE[system](instance, signature), instance.inputs(batch))
+    return Runner(instance, COMPILE[system](instance.function, signature), instance.inputs(batch))
 
 
 def run(workload: Workload, args: argparse.Namespace) -> list[bench.Row]:
     """Measures one workload on every system, for the known and for an unknown batch size, all interleaved."""
-    runners = {(s, d): runner(workload, s, args.batch, d) for d in args.shapes for s in args.systems
-               if not (d and s in FIXED and False in args.shapes)}
+    turns = Turns(args.turns)
+    with turns.preparing():
+        if args.turns:
+            _start_systems(args.systems)
+        runners = {(s, d): runner(workload, s, args.batch, d) for d in args.shapes for s in args.systems
+                   if not (d and s in FIXED and False in args.shapes)}
     calls = {_label(*key): call for key, call in runners.items()}
-    rows = bench.measure(workload.name, calls, rounds=args.rounds, round_s=args.round_s, started=_Rewrites())
-    for (system, dynamic), call in runners.items():
-        row = rows[_label(system, dynamic)]
-        row.system, row.dynamic = system, dynamic
-        if not (args.no_errors or row.note):
-            wanted = reference.read(reference.path_of(args.reference, workload.name), "output")
-            row.max_rel_error = bench.max_rel_error(call.results(), wanted)
-        if args.profile and not row.note:
-            young = runner(workload, system, args.batch, dynamic)
-            young(), young()  # the first calls compile and fill caches
-            title = f"{workload.name} on {_label(system, dynamic)}"
-            args.console.print(bench.profile_table(bench.trace(young), title, args.profile))
+    with turns.measuring():
+        rows = bench.measure(workload.name, calls, rounds=args.rounds, round_s=args.round_s, started=_Rewrites(),
+                             quiet=turns.quiet)
+        for key, call in runners.items():
+            row = rows[_label(*key)]
+            row.system, row.dynamic = key
+            if not (args.no_errors or row.note):
+                wanted = reference.read(reference.path_of(args.reference, workload.name), "output")
+                row.max_rel_error = bench.max_rel_error(call.results(), wanted)
+            if args.profile and not row.note:
+                _print_profile(workload, key, args)
     return _in_order(list(rows.values()), args)
+
+
+def _start_systems(systems: Sequence[str]) -> None:
+    """What the first call of any function in a process loads is not in the first workload's compile time."""
+    def small(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
+        y = tf.nn.conv2d(x, w, 1, "SAME")
+        return tf.nn.softmax(tf.linalg.matmul(y, y, transpose_b=True))
+
+    given = tf.ones([1, 8, 8, 4]), tf.ones([3, 3, 4, 4])
+    for system in systems:
+        bench.finish(COMPILE[system](small, [tf.TensorSpec(t.shape, t.dtype) for t in given])(*given))
+
+
+def _print_profile(workload: Workload, key: tuple[str, bool], args: argparse.Namespace) -> None:
+    system, dynamic = key
+    young = runner(workload, system, args.batch, dynamic)
+    young(), young()  # the first calls compile and fill caches
+    title = f"{workload.name} on {_label(system, dynamic)}"
+    args.console.print(bench.profile_table(bench.trace(young), title, args.profile))
 
 
 def _label(system: str, dynamic: bool) -> str:
@@ -107,7 +133,7 @@ def _label(system: str, dynamic: bool) -> str:
 
 
 class _Rewrites:
-    """Notes in a system's row how long tf_stitch rewrote during its first call."""
+    """Notes in a system's row how long tf_stitch rewrote during its first call, and says that it is over."""
 
     def __init__(self) -> None:
         self.seen = len(self._reports())
@@ -123,6 +149,7 @@ class _Rewrites:
         self.seen += len(fresh)
         if fresh:
             row.rewrite_s = sum(report.seconds for _, report in fresh)
+        print(f"  {row.workload}: {row.system} compiled in {row.compile_s:.2f} s", file=sys.stderr, flush=True)
 
 
 def _in_order(rows: list[bench.Row], args: argparse.Namespace) -> list[bench.Row]:
@@ -162,23 +189,42 @@ def is_wrong(row: bench.Row, rows: Sequence[bench.Row]) -> bool:
     if row.max_rel_error is None:
         return False
     own = [r.max_rel_error for r in rows if (r.workload, r.system, r.dynamic) == (row.workload, "tensorflow", False)]
-    base = own[0] if row.system != "tensorflow" and own and own[0] is not None else 0.0
-    return not row.max_rel_error <= max(TOLERANCE, SLACK * base)
+    base = own[0] if row.system != "tensorflow" and own else None
+    return not row.max_rel_error <= allowed_error(base)
+
+
+def allowed_error(tensorflows: float | None) -> float:
+    """What is no mistake beside TensorFlow's own error (a GPU multiplies in TF32 by default)."""
+    return max(TOLERANCE, SLACK * (tensorflows or 0.0))
 
 
 def verdicts(rows: list[bench.Row]) -> list[str]:
-    """What falls short: slower than TensorFlow by more than 2%, or wrong."""
+    """What falls short: a system that cannot run a workload or is wrong; where stitched is not the fastest (by 2%),
+    runs more kernels than XLA, keeps the GPU busy longer or compiles longer."""
     out = []
     for r in rows:
-        faster = bench.ratio(rows, r.workload, r.system, dynamic=r.dynamic)
-        system = _label(r.system, r.dynamic)
+        label = f"{r.workload}: {_label(r.system, r.dynamic)}"
         if r.note:
-            out.append(f"{r.workload}: {system} cannot run it: {r.note}")
-        if r.system == "stitched" and faster is not None and faster < 0.98:
-            out.append(f"{r.workload}: {system} takes {1 / faster:.2f} times TensorFlow's time")
+            out.append(f"{label} cannot run it: {r.note}")
         if is_wrong(r, rows):
-            out.append(f"{r.workload}: {system} is off by {r.max_rel_error:.1e} of the largest value")
+            out.append(f"{label} is off by {r.max_rel_error:.1e} of the largest value")
+        if r.system == "stitched":
+            out += [f"{label} {short}" for short in _shortfalls(r, rows)]
     return out
+
+
+def _shortfalls(row: bench.Row, rows: list[bench.Row]) -> Iterator[str]:
+    others = [r for r in rows if (r.workload, r.dynamic) == (row.workload, row.dynamic) and r.system != row.system]
+    for other in others:
+        faster = bench.ratio(rows, row.workload, row.system, other.system, row.dynamic)
+        if faster is not None and faster < 0.98:
+            yield f"takes {1 / faster:.2f} times the time of {other.system}"
+    for xla in (r for r in others if r.system == "xla"):
+        for name, key, form in (("kernels", "kernels", "{}"), ("GPU-busy us", "gpu_busy_us", "{:.0f}"),
+                                ("seconds to compile", "compile_s", "{:.2f}")):
+            ours, theirs = getattr(row, key), getattr(xla, key)
+            if ours is not None and theirs is not None and ours > theirs:
+                yield f"has {form.format(ours)} {name}, XLA {form.format(theirs)}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -199,6 +245,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                         help="print the N ops and kernels that take longest")
     parser.add_argument("--warm-cache", action="store_true", help="let stitched kernels come from the cache on disk")
     parser.add_argument("--peaks", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", action="store_true", help="print the rows as JSON, one line, instead of files")
+    parser.add_argument("--turns", type=Path, help="folder of locks that several benchmarks on a machine share")
     parser.add_argument("--plots", action="store_true", help="draw the results, too (PNG and SVG; needs matplotlib)")
     parser.add_argument("--name", default="", help="name of the result files (default: cpu or gpu)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
@@ -229,7 +277,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(peaks_here(args)))
         return 0
     with contextlib.nullcontext() if args.warm_cache else fresh_cache():
-        return _main(args)
+        return _print_rows(args) if args.rows else _main(args)
+
+
+def _print_rows(args: argparse.Namespace) -> int:
+    args.console = Console(stderr=True, width=180)
+    print(json.dumps([asdict(row) for workload in args.workloads for row in run(workload, args)]))
+    return 0
 
 
 @contextlib.contextmanager
@@ -288,12 +342,13 @@ def _main(args: argparse.Namespace) -> int:
                 reference.compute(args.reference, [w.name for w in args.workloads], batch=args.batch,
                                   weights=bool(args.peers))
         rows, facts = _measure(args)
-    args.console.print(bench.table(rows, facts))
+    document = bench.document(rows, facts)
+    args.console.print(bench.table(document))
     found = verdicts(rows)
     for line in found:
         args.console.print(line)
-    data, text = bench.save(rows, facts, args.out, args.name or ("gpu" if facts["gpus"] else "cpu"))
-    drawn = plots.draw(json.loads(data.read_text()), args.out / data.stem) if args.plots else []
+    data, text = bench.save(document, args.out, args.name or ("gpu" if facts["gpus"] else "cpu"), ["", *found])
+    drawn = plots.draw(document, args.out / data.stem) if args.plots else []
     args.console.print("Written: " + ", ".join(str(p) for p in (data, text, *drawn)))
     return int(any((r.note and r.system in COMPILE) or is_wrong(r, rows) for r in rows))
 

@@ -1,19 +1,30 @@
-"""What the project promises of a GPU, checked against a result document: each promise with its figure, kept or not."""
+"""What the project promises of a GPU, checked against a result document: each promise with its figure, kept or not.
+
+    python -m models.claims [models/results/h200.json]
+
+"yes" is a promise kept, "NO" one that is not, "-" one of which the document does not tell, or a figure for itself.
+"""
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tf_stitch.bench import Row, ratio
 
+from . import bench as models_bench
 from . import dynamic, restart
 
 TWICE = ("lr", "w2v", "rnn", "birnn", "dien", "nmt")  # at least twice as fast as XLA
 FEWER = ("lr", "w2v", "rnn", "birnn", "speech", "nmt")  # fewer kernels than XLA
 OVER_TENSORFLOW = 4.0  # geometric mean
 BANDWIDTH = 0.8  # share of the copy bandwidth that the layer-norm block reaches
+CHECKS = ("tests", "sanitize", "kernels", "workloads")  # parts of models.gpu_check whose steps pass or fail
 LAYERNORM_BYTES = 2 * 4096 * 1024 * 4  # read once, written once
 
 
@@ -33,9 +44,21 @@ def claims(document: Mapping[str, Any]) -> list[Claim]:
     """All promises that the benchmark can check, for a document as ``models.gpu_check`` writes it."""
     rows = [Row(**r) for r in document["rows"]]
     names = list(dict.fromkeys(r.workload for r in rows))
-    return [*_latency(rows, names), *_kernels(rows), _bandwidth(rows, document.get("copy_gb_per_s")),
-            *_compile(rows, names), _restart(document.get("restart") or {}),
+    return [*_checks(document.get("checks") or {}), *_latency(rows, names), *_kernels(rows),
+            _bandwidth(rows, document.get("runs") or {}),
+            *_compile(rows, names), *_errors(rows), _restart(document.get("restart") or {}),
             *_dynamic(document.get("dynamic") or ())]
+
+
+def _checks(found: Mapping[str, Mapping[str, Any]]) -> Iterable[Claim]:
+    for part in CHECKS:
+        steps = found.get(part) or {}
+        failed = {k: v["error"] for k, v in steps.items() if "error" in v}
+        wrong = sum(v.get("wrong", 0) for v in steps.values())
+        total = sum(v.get("passed", v.get("compared", v.get("calls", 0))) for v in steps.values())
+        figure = f"{total} in {len(steps)} steps, {wrong} wrong, {len(failed)} failed" if steps else "-"
+        figure += "".join(f"; {k}: {v[:200]}" for k, v in failed.items())
+        yield Claim(f"GPU check: {part}", not (failed or wrong) if steps else None, figure)
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
@@ -79,10 +102,14 @@ def _kernels(rows: Sequence[Row]) -> Iterable[Claim]:
     yield Claim(f"kernels, stitched over XLA, geometric mean of {', '.join(FEWER)}", None, mean)
 
 
-def _bandwidth(rows: Sequence[Row], copy_gb_per_s: float | None) -> Claim:
-    busy = [r.gpu_busy_us for r in rows if (r.workload, r.system, r.dynamic) == ("layernorm", "stitched", False)]
-    share = LAYERNORM_BYTES / busy[0] / 1e3 / copy_gb_per_s if busy and busy[0] and copy_gb_per_s else None
-    return _at_least("layernorm, share of the copy bandwidth", share, BANDWIDTH)
+def _bandwidth(rows: Sequence[Row], runs: Mapping[str, Mapping[str, Any]]) -> Claim:
+    """Against the copies of the row's own run."""
+    for r in rows:
+        copies = runs.get(r.run, {}).get("copy_gb_per_s")
+        if (r.workload, r.system, r.dynamic) == ("layernorm", "stitched", False) and r.gpu_busy_us and copies:
+            return _at_least("layernorm, share of the copy bandwidth", LAYERNORM_BYTES / r.gpu_busy_us / 1e3 / copies,
+                             BANDWIDTH)
+    return _at_least("layernorm, share of the copy bandwidth", None, BANDWIDTH)
 
 
 def _compile(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Claim]:
@@ -92,6 +119,18 @@ def _compile(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Claim]:
         known = ours is not None and xla is not None
         yield Claim(f"compiles sooner than XLA, {n}", ours < xla if ours is not None and xla is not None else None,
                     f"{ours:.2f} s, XLA {xla:.2f} s" if known else "-")
+
+
+def _errors(rows: Sequence[Row]) -> Iterable[Claim]:
+    """Against float64; products in TF32 err as much on every system."""
+    known = {(r.workload, r.dynamic, r.system): r.max_rel_error for r in rows if r.max_rel_error is not None}
+    for dynamic_batch, label in ((False, ", known batch"), (True, ", unknown batch")):
+        found = {n: e for (n, d, s), e in known.items() if s == "stitched" and d == dynamic_batch}
+        allowed = {n: models_bench.allowed_error(known.get((n, False, "tensorflow"))) for n in found}
+        bad = [f"{n} {e:.1e} (allowed {allowed[n]:.1e})" for n, e in found.items() if not e <= allowed[n]]
+        worst = max(found, key=lambda n: found[n], default=None)
+        figure = "; ".join(bad) or (f"at most {found[worst]:.1e}, {worst}; {len(found)} workloads" if worst else "-")
+        yield Claim(f"as right as TensorFlow{label}", not bad if found else None, figure)
 
 
 def _restart(found: Mapping[str, Mapping[str, Any]]) -> Claim:
@@ -114,3 +153,17 @@ def _at_least(what: str, value: float | None, least: float) -> Claim:
 
 def _text(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a line per promise; exit status 1 when one is not kept."""
+    parser = argparse.ArgumentParser("python -m models.claims", description=(__doc__ or "").splitlines()[0])
+    default = Path(__file__).resolve().parent / "results" / "h200.json"
+    parser.add_argument("document", type=Path, nargs="?", default=default, help="a result file (default: h200.json)")
+    found = claims(json.loads(parser.parse_args(argv).document.read_text()))
+    print("\n".join(map(str, found)))
+    return int(any(c.kept is False for c in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

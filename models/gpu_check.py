@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from . import reference
-from .peers.definitions import DEFINITIONS
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
@@ -239,29 +238,45 @@ def memory(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
 # --- the benchmark ---------------------------------------------------------------------------------
 
 def benchmark(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A row per workload and system, the batch size known and unknown."""
-    from dataclasses import asdict
+    """A row per workload and system, the batch size known and unknown; each workload in a process of its own.
 
-    from tf_stitch import bench
-
-    from . import bench as models_bench
+    Two processes live at a time: one prepares while the other measures (:mod:`models.turns`).  The first ones prepare
+    while the float64 results are computed.
+    """
+    from .turns import Turns
     from .workloads import select
 
-    options = models_bench.parse([f"--rounds={args.rounds}", f"--round-s={args.round_s}", f"--systems={args.systems}",
-                                  f"--batches={args.batches}", f"--reference={args.scratch / 'reference'}"])
+    done = Record(args.out / "bench.json").steps
+    names = [w.name for w in select(args.workloads) if w.name not in done]
+    pool = ThreadPoolExecutor(2)
+    with Turns(args.scratch / "turns").measuring():
+        jobs = {name: pool.submit(_rows_of, name, args) for name in names}
+        reference.compute(args.scratch / "reference", names)
+        if "layernorm" in names:
+            yield "copy bandwidth", _copy_bandwidth
+    for name, job in jobs.items():
+        yield name, job.result
+    pool.shutdown(cancel_futures=True)
 
-    def one(workload: Any) -> dict[str, Any]:
-        with models_bench.cache(args.scratch / "cache" / workload.name):
-            rows = models_bench.run(workload, options)
-        return {"rows": [asdict(r) for r in rows],
-                **{f"{r.system}{' dynamic' if r.dynamic else ''}":
-                   f"{r.kernels} kernels {r.latency_us and round(r.latency_us)} us {r.compile_s or 0:.1f} s {r.note}"
-                   for r in rows}}
 
-    yield "machine", bench.machine
-    yield "copy bandwidth", _copy_bandwidth
-    for w in select(args.workloads):
-        yield w.name, lambda w=w: one(w)
+def _rows_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The rows of a workload, and the load of the machine before."""
+    left, load = args.end - time.time(), os.getloadavg()[0]
+    if left < 5:
+        raise TimeoutError("no time was left")
+    command = [sys.executable, "-m", "models.bench", "--rows", "--warm-cache", f"--workloads={name}",
+               f"--rounds={args.rounds}", f"--round-s={args.round_s}", f"--systems={args.systems}",
+               f"--batches={args.batches}", f"--reference={args.scratch / 'reference'}",
+               f"--turns={args.scratch / 'turns'}"]
+    run = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, timeout=left, check=False,
+                         env={**os.environ, "TF_STITCH_CACHE": str(args.scratch / "cache" / name)})
+    if run.returncode:
+        raise RuntimeError(f"the process of {name} died with status {run.returncode}")
+    rows = json.loads(run.stdout.splitlines()[-1])
+    return {"rows": rows, "load_average": load,
+            **{f"{r['system']}{' dynamic' if r['dynamic'] else ''}": r["note"] or
+               f"{r['kernels']} kernels {r['latency_us']:.0f} us {r['compile_s']:.1f} s error {r['max_rel_error']:.0e}"
+               for r in rows}}
 
 
 def _copy_bandwidth() -> dict[str, Any]:
@@ -285,8 +300,9 @@ def dynamic_batches(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[]
 
     def one(workload: Any) -> dict[str, Any]:
         with models_bench.fresh_cache():
-            return dynamic.experiment(workload, range(1, args.sizes + 1), samples=args.samples,
-                                      xla_seconds=args.xla_seconds)
+            all_of_xla = workload.name in args.all_xla.split(",")
+            return dynamic.experiment(workload, range(1, args.sizes + 1), compared=args.compared,
+                                      xla_seconds=args.end - time.time() if all_of_xla else args.xla_seconds)
 
     for w in select(args.dynamic):
         yield w.name, lambda w=w: one(w)
@@ -311,24 +327,32 @@ def other_libraries(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[]
     from .peers import session
     from .workloads import select
 
-    names, left = [w.name for w in select(args.workloads)], args.end - time.time()
+    names = [w.name for w in select(args.workloads)]
+    reference.compute(args.scratch / "reference", names, weights=True)
+    left = args.end - time.time()
     for row in session.rows(args.peers.split(","), names, args.scratch / "reference", left, rounds=args.rounds,
                             round_s=args.round_s):
         yield f"{row['workload']}, {row['how']}", lambda row=row: {"rows": [row], **row}
 
 
-RUN = {"tests": tests, "sanitize": sanitize, "kernels": kernels, "workloads": workloads, "memory": memory,
-       "bench": benchmark, "dynamic": dynamic_batches, "restart": second_process, "peers": other_libraries}
+def machine(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What the figures depend on."""
+    from tf_stitch import bench
+
+    said = {"command": args.command} | ({"commit": args.commit} if args.commit else {})
+    yield "machine", lambda: bench.machine() | said
+
+
+RUN = {"machine": machine, "tests": tests, "sanitize": sanitize, "kernels": kernels, "workloads": workloads,
+       "memory": memory, "bench": benchmark, "dynamic": dynamic_batches, "restart": second_process,
+       "peers": other_libraries}
+REPORTED = ("bench", "dynamic", "restart", "peers")  # parts whose figures a report of models.report holds
 
 
 # --- the command -----------------------------------------------------------------------------------
 
 def summary(out: Path, parts: Sequence[str]) -> str:
     """What is known so far, as text."""
-    from rich.console import Console
-
-    from tf_stitch import bench
-
     lines = []
     records = {part: Record(out / f"{part}.json").steps for part in PARTS}
     for part in parts:
@@ -341,36 +365,12 @@ def summary(out: Path, parts: Sequence[str]) -> str:
     if checked:
         lines.append(f"  {sum(v['compared'] for v in checked)} compared, {sum(v['wrong'] for v in checked)} wrong")
         lines += [f"  {line}" for v in checked for line in v["what"]]
-    if "machine" in records["bench"]:
-        rows, facts = _results(out, records)
-        Console(width=200).print(bench.table(rows, facts))
+    if any(records[p] for p in REPORTED):
+        from . import report
+
+        report.write(report.merged([out]), out / "results")
         lines.append((out / "results.txt").read_text())
     return "\n".join(lines) + "\n"
-
-
-def _results(out: Path, records: dict[str, dict[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
-    """Writes results.json, results.txt and the plots; returns the rows and the facts of the machine."""
-    from tf_stitch import bench
-
-    from . import bench as models_bench
-    from . import plots
-    from .claims import claims
-    from .workloads import select
-
-    rows = [bench.Row(**r) for v in records["bench"].values() for r in v.get("rows", ())]
-    facts = {**records["bench"]["machine"], "command": " ".join(["python", "-m", "models.gpu_check", *sys.argv[1:]])}
-    more, facts["peers"] = models_bench.summed_up([r for v in records["peers"].values() for r in v.get("rows", ())])
-    rows = models_bench.by_workload([*rows, *more], select(""))
-    known = {"copy_gb_per_s": records["bench"].get("copy bandwidth", {}).get("gb_per_s"),
-             "dynamic": [v for v in records["dynamic"].values() if "error" not in v], "restart": records["restart"]}
-    promises = claims(bench.document(rows, facts, **known))
-    known["claims"] = {c.what: {"kept": c.kept, "figure": c.figure} for c in promises}
-    data, _ = bench.save(rows, facts, out, "results", lines=["", *map(str, promises)], **known)
-    try:
-        plots.draw(json.loads(data.read_text()), out / "results")
-    except ModuleNotFoundError as error:
-        print(f"No plots: {error}. Where it is installed: python -m models.plots {data}")
-    return rows, facts
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -385,15 +385,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds of the benchmark")
     parser.add_argument("--round-s", type=float, default=0.03, help="seconds of a round for each system")
     parser.add_argument("--chunks", type=int, default=CHUNKS, help=f"chunks of {PER_CHUNK} random graphs")
-    parser.add_argument("--dynamic", default="rnn,dlrm,bert", help="workloads of the dynamic part")
+    parser.add_argument("--dynamic", default="rnn,dlrm,lr", help="workloads of the dynamic part")
+    parser.add_argument("--all-xla", default="", help="of them those that XLA compiles for every size, in all the time")
     parser.add_argument("--sizes", type=int, default=100, help="batch sizes of the dynamic part, from 1")
-    parser.add_argument("--samples", type=int, default=5, help="of them compared with static rewrites")
+    parser.add_argument("--compared", type=int, default=100, help="of them compared with static rewrites")
     parser.add_argument("--xla-seconds", type=float, default=10.0, help="time for more XLA compiles, per workload")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time in the restart part")
     parser.add_argument("--peers", default="jax,torch", help="libraries of the peers part")
     parser.add_argument("--scratch", type=Path, help="folder of float64 results and kernel caches (default: a new one)")
     parser.add_argument("--dry", action="store_true", help="without a GPU: CUDA text is compiled, the host's is run")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--commit", default="", help="what the results name as the commit, where there is no git")
+    parser.add_argument("--command", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=RUN, help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, default=0.0, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     unknown = set(args.parts.split(",")) - set(PARTS)
@@ -412,6 +415,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     end = time.time() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as folder:
+        argv = [*argv, f"--command={' '.join(['python', '-m', 'models.gpu_check', *argv])}"]
         if args.scratch is None:
             args.scratch, argv = Path(folder), [*argv, f"--scratch={folder}"]
         _run_parts(args, argv, end)
@@ -424,23 +428,25 @@ def main(argv: list[str] | None = None) -> int:
 def _run_parts(args: argparse.Namespace, argv: Sequence[str], end: float) -> None:
     """Gives each part its share of the time; what one leaves the next ones have."""
     parts = args.parts.split(",")
-    if set(parts) & {"bench", "peers"}:
-        start = time.time()
-        names = [n for n in args.workloads.split(",") if n] or list(DEFINITIONS)
-        reference.compute(args.scratch / "reference", names, weights="peers" in parts)
-        print(f"float64 results: {time.time() - start:.0f} s", flush=True)
+    command = [sys.executable, "-m", "models.gpu_check", *argv]
+    facts = None
+    if set(parts) & set(REPORTED):
+        facts = subprocess.Popen([*command, "--part=machine", f"--end={end}"])  # beside the first part's start
     for k, part in enumerate(parts):
         share = WEIGHTS[part] / sum(WEIGHTS[p] for p in parts[k:])
         until = time.time() + (end - time.time()) * share
         print(f"{part}: {until - time.time():.0f} s", flush=True)
         for _ in range(6):  # a process that died is started again
-            command = [sys.executable, "-m", "models.gpu_check", *argv, f"--part={part}", f"--end={until}"]
+            left = max(5, end - time.time())
             try:
-                if subprocess.run(command, check=False, timeout=max(5, end - time.time())).returncode == 0:
+                if subprocess.run([*command, f"--part={part}", f"--end={until}"], check=False,
+                                  timeout=left).returncode == 0:
                     break
             except subprocess.TimeoutExpired:
                 print("  out of time", flush=True)
                 break
+    if facts:
+        facts.wait()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""Draws result files: latency, kernels and GPU time of every system, and the latency over batch sizes.
+"""Draws result documents: latency, kernels and GPU time of every system, and the latency over batch sizes.
 
-    python -m models.plots models/results/h200.json
-
-writes h200_latency.png, h200_kernels.png and so on beside the file, each as SVG too.
+``python -m models.report FILE.json`` draws a file's.
 """
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,8 +75,10 @@ def _curves(dynamic: Sequence[dict[str, Any]], device: str) -> Any:
                   label=f"tf_stitch, one rewrite ({found['compile_s']:.1f} s)")
         samples = found["samples"]
         at = [s["batch"] for s in samples]
-        axes.plot(at, [s["static_us"] for s in samples], "x", color="black", label="tf_stitch, rewritten for the size")
-        axes.plot(at, [s["xla_us"] for s in samples], "o", mfc="none", color=COLORS["xla"],
+        axes.plot(at, [s["static_us"] for s in samples], "x", ms=3, color="black",
+                  label="tf_stitch, rewritten for the size")
+        on_xla = [s for s in samples if "xla_us" in s]
+        axes.plot([s["batch"] for s in on_xla], [s["xla_us"] for s in on_xla], "o", mfc="none", color=COLORS["xla"],
                   label=f"XLA, compiled for the size ({found['xla_mean_compile_s']:.1f} s each)")
         axes.set_title(found["workload"], fontsize=9)
         axes.set_xlabel("batch size")
@@ -96,16 +94,3 @@ def _save(figure: Any, stem: Path, name: str) -> list[Path]:
     for path in paths:
         figure.savefig(path, dpi=150)
     return paths
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draws the files named on the command line."""
-    for name in sys.argv[1:] if argv is None else argv:
-        path = Path(name)
-        for made in draw(json.loads(path.read_text()), path.with_suffix("")):
-            print(made)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,6 +6,7 @@ after the devices were synced.
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -35,6 +36,7 @@ from .saved_model import relative_error
 
 Call = Callable[[], Any]
 
+LONGEST = 8  # kernels that a row names
 SYSTEMS = ("tensorflow", "xla", "stitched")
 # Executed, but no work: not counted as ops.
 FREE_OPS = frozenset({"_Arg", "_Retval", "Const", "Identity", "IdentityN", "NoOp", "ReadVariableOp", "VarHandleOp",
@@ -62,6 +64,8 @@ class Row:
       how: what else is to be said of the figures: a compiler's mode, for example.
       rewrite_s: the part of compile_s that tf_stitch took to rewrite and compile; the rest is TensorFlow's tracing and
         optimising, loading, and the first run.
+      longest: (name, calls, microseconds) of the kernels and copies that take longest in one call.
+      run: the run that the row was measured in, where a document holds several ("runs" there has its machine).
     """
 
     workload: str
@@ -81,6 +85,8 @@ class Row:
     dynamic: bool = False
     how: str = ""
     rewrite_s: float | None = None
+    run: str = ""
+    longest: list[tuple[str, int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -291,11 +297,12 @@ def counts(traced: Trace) -> tuple[int, int]:
 
 
 def measure(workload: str, calls: dict[str, Call], *, rounds: int, round_s: float = 0.05,
-            started: Callable[[Row], None] = lambda row: None) -> dict[str, Row]:
+            started: Callable[[Row], None] = lambda row: None,
+            quiet: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext) -> dict[str, Row]:
     """A row per system: first call, counts, peak memory on a GPU, then interleaved rounds.
 
     A system whose first call raises gets a row with the reason and no figures; ``started`` is called after the first
-    call of every other one.
+    call of every other one.  ``quiet`` is entered for all that comes after the first calls.
     """
     rows = {name: Row(workload, name) for name in calls}
     good: dict[str, Call] = {}
@@ -307,22 +314,34 @@ def measure(workload: str, calls: dict[str, Call], *, rounds: int, round_s: floa
             continue
         good[name] = call
         started(rows[name])
-        if tf.config.list_physical_devices("GPU"):  # on a CPU the count needs an allocator that changes the timing
-            rows[name].peak_bytes = peak_bytes(call)
-        traced = trace(call)
-        rows[name].ops, rows[name].kernels = counts(traced)
-        if traced.gpu_busy_us is not None:
-            rows[name].gpu_busy_us = traced.gpu_busy_us
-            rows[name].memcpys = sum(k.calls for k in traced.kernels if k.kind == "copy")
-    for name, times in interleave(good, rounds, round_s).items():
+    with quiet():
+        for name, call in good.items():
+            _observe(rows[name], call)
+        _time(rows, good, rounds, round_s)
+    return rows
+
+
+def _observe(row: Row, call: Call) -> None:
+    """What one call allocates and executes."""
+    if tf.config.list_physical_devices("GPU"):  # on a CPU the count needs an allocator that changes the timing
+        row.peak_bytes = peak_bytes(call)
+    traced = trace(call)
+    row.ops, row.kernels = counts(traced)
+    row.longest = [(k.name[:80], k.calls, round(k.us, 2)) for k in traced.kernels[:LONGEST]]
+    if traced.gpu_busy_us is not None:
+        row.gpu_busy_us = traced.gpu_busy_us
+        row.memcpys = sum(k.calls for k in traced.kernels if k.kind == "copy")
+
+
+def _time(rows: dict[str, Row], calls: dict[str, Call], rounds: int, round_s: float) -> None:
+    for name, times in interleave(calls, rounds, round_s).items():
         rows[name].rounds_us = [round(t * 1e6, 2) for t in times]
         rows[name].latency_us = statistics.median(times) * 1e6
         rows[name].min_us = min(times) * 1e6
     if tf.config.list_physical_devices("GPU"):
-        reading = {name: _reading(call) for name, call in good.items()}
+        reading = {name: _reading(call) for name, call in calls.items()}
         for name, times in interleave(reading, rounds, round_s).items():
             rows[name].read_us = statistics.median(times) * 1e6
-    return rows
 
 
 def _reading(call: Call) -> Call:
@@ -403,15 +422,23 @@ def ratio(rows: Sequence[Row], workload: str, system: str, base: str = "tensorfl
     return b.latency_us / a.latency_us
 
 
-def table(rows: Sequence[Row], facts: dict[str, Any]) -> Table:
-    """The rows as a table; ratios are TensorFlow's (and XLA's) latency over this system's."""
-    place = ", ".join([facts["cpu"], f"{facts['cores']} cores", *facts["gpus"]])
-    out = Table(title=f"{place}; TensorFlow {facts['tensorflow']}; {facts['date']}")
+def over_best(rows: Sequence[Row], row: Row) -> float | None:
+    """The latency of the fastest other system over the row's: below 1 something else is faster."""
+    others = [x for r in rows if (r.workload, r.dynamic) == (row.workload, row.dynamic) and r.system != row.system
+              and (x := ratio(rows, row.workload, row.system, r.system, row.dynamic))]
+    return min(others, default=None)
+
+
+def table(document: Mapping[str, Any]) -> Table:
+    """The rows of a document; ratios are TensorFlow's, XLA's and the fastest other system's latency over this one's."""
+    rows = [Row(**r) for r in document["rows"]]
+    out = Table(title=f"{document['device']}, {document['cores']} cores; TensorFlow "
+                      f"{document['versions']['tensorflow']}; {document['date']}")
     for name in ("workload", "system"):
         out.add_column(name)
-    on_gpu = ("memcpys", "busy us", "read us") if facts["gpus"] else ()
-    for name in ("median us", "min us", "vs TF", "vs XLA", "ops", "kernels", *on_gpu, "compile s", "max rel err",
-                 "peak KiB"):
+    on_gpu = ("memcpys", "busy us", "read us") if any(r.gpu_busy_us for r in rows) else ()
+    for name in ("median us", "min us", "vs TF", "vs XLA", "vs best", "ops", "kernels", *on_gpu, "compile s",
+                 "max rel err", "peak KiB"):
         out.add_column(name, justify="right", no_wrap=True)
     last = ""
     for r in rows:
@@ -425,7 +452,9 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> Table:
 
 
 def _figures(r: Row, rows: Sequence[Row], on_gpu: bool) -> list[str]:
-    ratios = [_text(ratio(rows, r.workload, r.system, base, r.dynamic), "{:.2f}x") for base in ("tensorflow", "xla")]
+    ratios = [_text(found, "{:.2f}x") for found in (ratio(rows, r.workload, r.system, "tensorflow", r.dynamic),
+                                                    ratio(rows, r.workload, r.system, "xla", r.dynamic),
+                                                    over_best(rows, r))]
     gpu = [_text(r.memcpys, "{}"), _text(r.gpu_busy_us, "{:.0f}"), _text(r.read_us, "{:.0f}")] if on_gpu else []
     return [_text(r.latency_us, "{:.0f}"), _text(r.min_us, "{:.0f}"), *ratios, _text(r.ops, "{}"),
             _text(r.kernels, "{}"), *gpu, _text(r.compile_s, "{:.2f}"), _text(r.max_rel_error, "{:.1e}"),
@@ -447,16 +476,17 @@ def document(rows: Sequence[Row], facts: dict[str, Any], **more: Any) -> dict[st
     return {**known, **more, "rows": [asdict(r) for r in rows]}
 
 
-def save(rows: Sequence[Row], facts: dict[str, Any], folder: Path, name: str, *, lines: Sequence[str] = (),
-         **more: Any) -> tuple[Path, Path]:
-    """Writes NAME.json (:func:`document`) and NAME.txt (the table, then ``lines``) and returns their paths."""
+def save(document: Mapping[str, Any], folder: Path, name: str, lines: Sequence[str] = ()) -> tuple[Path, Path]:
+    """Writes a :func:`document` as NAME.json, and as NAME.txt (the table, facts, then ``lines``); returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     data, text = folder / f"{name}.json", folder / f"{name}.txt"
-    data.write_text(json.dumps(document(rows, facts, **more), indent=1) + "\n")
+    data.write_text(json.dumps(document, indent=1) + "\n")
+    facts = [f"{k}: {v}" for k, v in document.items() if isinstance(v, str | int | float)]
+    facts += [f"{k}: {v}" for k, v in document["versions"].items()]
     with text.open("w") as out:
-        console = Console(file=out, width=180)
-        console.print(table(rows, facts))
-        console.print("\n".join([*(f"{k}: {v}" for k, v in facts.items()), *lines]), highlight=False)
+        console = Console(file=out, width=200)
+        console.print(table(document))
+        console.print("\n".join([*facts, *lines]), highlight=False, soft_wrap=True)
     return data, text
 
 

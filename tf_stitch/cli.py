@@ -91,11 +91,11 @@ def _bench(args: argparse.Namespace) -> int:
 
     rows = bench_saved_model(args.src, signature=args.signature, inputs=load_inputs(args.inputs) or None,
                              batch=args.batch, systems=args.systems.split(","), rounds=args.rounds)
-    facts = machine()
+    found = document(rows, machine())
     if args.json:
-        print(json.dumps(document(rows, facts), indent=1))
+        print(json.dumps(found, indent=1))
     elif not args.quiet:
-        Console(width=None if sys.stdout.isatty() else 180).print(table(rows, facts))
+        Console(width=None if sys.stdout.isatty() else 200).print(table(found))
     return 0
 
 

@@ -79,12 +79,12 @@ def test_result_files(tmp_path: Path) -> None:
             bench.Row("w", "stitched", 100.0, 90.0, 1, 2, 0.5, 2e-7, 1024)]
     assert bench.ratio(rows, "w", "stitched") == 2.0
     assert bench.ratio(rows, "w", "xla") is None
-    data, text = bench.save(rows, bench.machine(), tmp_path / "new", "cpu")
+    data, text = bench.save(bench.document(rows, bench.machine()), tmp_path / "new", "cpu", ["a line"])
     saved = json.loads(data.read_text())
     assert [r["system"] for r in saved["rows"]] == ["tensorflow", "xla", "stitched"]
     assert {"device", "versions", "commit", "date", "command", "rows"} <= set(saved)
     assert saved["versions"]["tensorflow"] == tf.__version__
-    assert "2.00x" in text.read_text() and "Oops: no" in text.read_text()
+    assert all(found in text.read_text() for found in ("2.00x", "Oops: no", "a line"))
 
 
 def test_ratios_are_taken_round_by_round() -> None:
@@ -111,11 +111,17 @@ def test_a_saved_model_on_all_systems(tmp_path: Path) -> None:
 
 def test_verdicts_name_what_is_slow_or_wrong() -> None:
     rows = [bench.Row("w", "tensorflow", 100.0), bench.Row("w", "stitched", 110.0, max_rel_error=1e-3)]
-    slow, wrong = models_bench.verdicts(rows)
-    assert slow == "w: stitched takes 1.10 times TensorFlow's time"
+    wrong, slow = models_bench.verdicts(rows)
+    assert slow == "w: stitched takes 1.10 times the time of tensorflow"
     assert wrong == "w: stitched is off by 1.0e-03 of the largest value"
     rows[1] = bench.Row("w", "stitched", 101.0, max_rel_error=1e-7)
     assert models_bench.verdicts(rows) == []
+    rows = [bench.Row("w", "xla", 100.0, kernels=2, compile_s=1.0, gpu_busy_us=9.0),
+            bench.Row("w", "stitched", 50.0, kernels=3, compile_s=1.5, gpu_busy_us=12.0), bench.Row("w", "jax", 40.0)]
+    assert models_bench.verdicts(rows) == [
+        "w: stitched takes 1.25 times the time of jax", "w: stitched has 3 kernels, XLA 2",
+        "w: stitched has 12 GPU-busy us, XLA 9", "w: stitched has 1.50 seconds to compile, XLA 1.00"]
+    assert bench.over_best(rows, rows[1]) == 0.8
 
 
 def test_quick_run_writes_all_systems(tmp_path: Path) -> None:

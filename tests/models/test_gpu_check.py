@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from models import bench as models_bench
-from models import dynamic, gpu_check, plots, restart
+from models import dynamic, gpu_check, report, restart
 from models.claims import claims
+from models.claims import main as claims_main
 from models.workloads import REGISTRY
 from tf_stitch import bench
 
@@ -17,11 +18,14 @@ ROW = {"latency_us": 10.0, "rounds_us": [10.0], "kernels": 2, "compile_s": 1.0, 
 
 def test_one_rewrite_serves_many_sizes() -> None:
     with models_bench.fresh_cache():
-        found = dynamic.experiment(REGISTRY["lr"], range(1, 13), samples=2, rounds=2, round_s=0.005, xla_seconds=0.0)
+        found = dynamic.experiment(REGISTRY["lr"], range(1, 13), compared=3, rounds=2, round_s=0.005,
+                                   xla_latencies=2, xla_seconds=0.0, processes=2)
     assert found["rewrites"] == 0 and found["plans"] == 11  # the last size was the first call
-    assert [s["batch"] for s in found["samples"]] == [1, 12]
-    assert found["xla_compiled"] == 2 and found["xla_extrapolated"]
-    assert found["xla_all_s"] == pytest.approx(6 * found["xla_compile_s"])
+    assert [(s["batch"], "xla_us" in s) for s in found["samples"]] == [(1, True), (7, False), (12, True)]
+    assert all(s["ratio"] > 0 and s["static_us"] > 0 for s in found["samples"])
+    assert found["worst_ratio"] == max(s["ratio"] for s in found["samples"])
+    assert found["xla_compiled"] == 1 and found["xla_extrapolated"]
+    assert found["xla_all_s"] == pytest.approx(12 * found["xla_compile_s"])
     assert len(found["latency_us"]) == len(found["first_call_us"]) == 12
     assert "lr, 12 batch sizes: 0 rewrites and 11 plans" in dynamic.line(found)
 
@@ -67,13 +71,22 @@ def test_promises_are_kept_or_not(us, kernels, compile_s, kept) -> None:
 
 
 def test_more_promises() -> None:
-    assert verdict(document({}, {}, copy_gb_per_s=4300.0), "layernorm, share of the copy bandwidth") is True
-    busy = document({}, {}, copy_gb_per_s=4300.0)
+    runs = {"": {"copy_gb_per_s": 4300.0}}  # the run of the rows
+    assert verdict(document({}, {}, runs=runs), "layernorm, share of the copy bandwidth") is True
+    busy = document({}, {}, runs=runs)
     busy["rows"][-1]["gpu_busy_us"] = 20.0
     assert verdict(busy, "layernorm, share of the copy bandwidth") is False
     assert verdict(document({}, {}, restart={"lr": {"first_answer_s": 0.4}}), "a second process") is True
     assert verdict(document({}, {}, restart={"lr": {"first_answer_s": 1.4}}), "a second process") is False
     assert verdict(document({}, {}, restart={"lr": {"error": "no"}}), "a second process") is False
+    right = document({"max_rel_error": 3e-5}, {})
+    right["rows"][0]["max_rel_error"] = 1e-5
+    assert verdict(right, "as right as TensorFlow, known") is True  # TensorFlow itself errs by a third of it
+    right["rows"][0]["max_rel_error"] = 1e-8
+    assert verdict(right, "as right as TensorFlow, known") is False
+    assert verdict(document({}, {}, checks={"tests": {"a.py": {"passed": 3}}}), "GPU check: tests") is True
+    bad = {"tests": {"a.py": {"passed": 3}, "b.py": {"error": "2 failed"}}}
+    assert verdict(document({}, {}, checks=bad), "GPU check: tests") is False
     faster = document({}, {})
     faster["rows"].append({**faster["rows"][2], "system": "torch", "latency_us": 3.0})
     assert verdict(faster, "fastest of all systems, lr") is False
@@ -82,12 +95,46 @@ def test_more_promises() -> None:
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     curve = {"workload": "lr", "sizes": [1, 2], "latency_us": [3.0, 4.0], "compile_s": 1.0, "xla_mean_compile_s": 2.0,
-             "samples": [{"batch": 1, "static_us": 3.0, "xla_us": 5.0}]}
+             "samples": [{"batch": 1, "static_us": 3.0, "xla_us": 5.0, "ratio": 1.0}, {"batch": 2, "static_us": 3.0,
+                         "ratio": 1.2}], "rewrites": 0, "plans": 1, "first_call_us": [9.0, 9.0], "worst_ratio": 1.2,
+             "xla_all_s": 4.0, "xla_extrapolated": True, "xla_compiled": 1}
     (tmp_path / "r.json").write_text(json.dumps(document({}, {}, dynamic=[curve])))
-    assert plots.main([str(tmp_path / "r.json")]) == 0
-    made = {p.name for p in tmp_path.iterdir()} - {"r.json"}
+    assert report.main([str(tmp_path / "r.json")]) == 0
+    assert claims_main([str(tmp_path / "r.json")]) == 1  # promises are broken
+    assert "lr, batch 2: 1.20 times the time of a rewrite" in (tmp_path / "r.txt").read_text()
+    made = {p.name for p in tmp_path.iterdir()} - {"r.json", "r.txt"}
     assert made == {f"r_{n}.{kind}" for n in ("latency", "kernels", "busy", "dynamic") for kind in ("png", "svg")}
     assert all((tmp_path / n).stat().st_size > 2000 for n in made)
+
+
+def test_runs_are_merged(tmp_path: Path) -> None:
+    """Rows name their run; where two runs measured the same row, the later one counts."""
+    def run(name: str, commit: str, **parts: dict) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        facts = {"machine": {**bench.machine(), "commit": commit, "gpus": ["A GPU"]}}
+        for part, steps in {"machine": facts, **parts}.items():
+            (folder / f"{part}.json").write_text(json.dumps(steps))
+        return folder
+
+    def rows(us: float, *names: str) -> dict:
+        return {n: {"rows": [{"workload": n, "system": "stitched", "latency_us": us}]} for n in names}
+
+    first = run("first", "abc", bench={**rows(5.0, "rnn", "lr"), "w2v": {"error": "the process died"}})
+    second = run("second", "def", bench=rows(3.0, "lr"), restart={"lr": {"first_answer_s": 0.5}}, peers={
+        "lr, jax": {"rows": [{"workload": "lr", "system": "jax", "how": "jax.jit", "note": "", "latency_us": 9.0,
+                              "version": "1.0"}]}})
+    made = report.merged([first, second], ["a note"])
+    found = [(r["workload"], r["system"], r["latency_us"], r["run"]) for r in made["rows"]]
+    assert found == [("lr", "jax", 9.0, "second"), ("lr", "stitched", 3.0, "second"), ("rnn", "stitched", 5.0, "first")]
+    assert made["commit"] == "abc; def" and made["device"].startswith("A GPU") and made["versions"]["jax"] == "1.0"
+    assert made["claims"]["fastest of all systems, lr"]["kept"] is True
+    assert made["claims"]["a second process answers in under 1 s"]["kept"] is True
+    report.write(made, tmp_path / "r")
+    text = (tmp_path / "r.txt").read_text()
+    assert all(s in text for s in ("not measured: bench, w2v: the process died", "Run second:", "a note", "jax.jit"))
+    with pytest.raises(FileNotFoundError):
+        report.merged([tmp_path])
 
 
 def test_steps_are_written_as_they_end(tmp_path: Path) -> None:
