@@ -145,6 +145,7 @@ def _check_goal(source: Path, goal: Path, overwrite: bool) -> None:
 def rewrite_model(model: Any, options: Options, progress: Progress | None = None) -> Report:
     """Rewrites every MetaGraph of a SavedModel proto in place."""
     from . import runtime
+    from .graph.calls import annotate_variables
     from .graph.rewriter import OP, rewrite
     from .graph.view import op_def
 
@@ -152,6 +153,7 @@ def rewrite_model(model: Any, options: Options, progress: Progress | None = None
     report = Report()
     for meta in model.meta_graphs:
         keep = tuple(dict.fromkeys((*options.keep, *_fetchable(meta))))
+        annotate_variables(meta.graph_def)
         graph, part = rewrite(meta.graph_def, replace(options, keep=keep), keep_in=_captured(meta), progress=progress)
         report.extend(part)
         meta.graph_def.CopyFrom(graph)

@@ -125,7 +125,7 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
             if not any(n.op == OP for n in view):
                 source = read_before_gathers(source, view) if options.on_gpu else source
                 view = view if source is view.source else GraphView(source, library)
-                source = merge_reads(source, view, keep, run)
+                source = merge_reads(source, view, keep, run | set(view.control_rets))
                 view = view if source is view.source else GraphView(source, library)
         except Exception as e:  # a graph that cannot be understood is left alone
             why = _sentence(e)

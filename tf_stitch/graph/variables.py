@@ -113,7 +113,7 @@ def _replaced(node: node_def_pb2.NodeDef, view: GraphView, taken: set[str],
     ends = (":value:0", ":output:0") if body else ("", "")
     gather.input[0] = read.name + ends[0]
     gather.input.insert(2, axis.name + ends[1])
-    del gather.attr["validate_indices"]
+    gather.attr.pop("validate_indices", None)  # SavedModels leave out what has its default
     gather.attr["Tparams"].type = node.attr["dtype"].type
     del gather.attr["dtype"]
     gather.attr["Taxis"].type = tf.int32.as_datatype_enum
