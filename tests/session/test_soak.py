@@ -8,6 +8,8 @@ import pytest
 
 import tf_stitch
 from models import serving, soak
+from tf_stitch.serving import serve_bench
+from tf_stitch.serving.load import Outcome
 
 from .support import NATIVE, workers
 
@@ -49,3 +51,21 @@ def test_benchmark_of_real_tenants(tmp_path):
     assert found["mixed"][1]["best_effort_rps"] > 0
     assert found["soak"]["problems"] == [] and found["soak"]["counts"]["answered"] > 0
     assert "1.00x" in (tmp_path / "serving.txt").read_text()
+
+
+def _row(policy, rate, p99_ms, highest=True):
+    outcome = Outcome(rate, rate, 0.99, 1.0, 2.0, p99_ms, 100, 100, 0, 0, 0, 0, 0.0, 0.0)
+    return serve_bench.Row(policy, 16, outcome, highest=highest)
+
+
+def test_latencies_are_compared_at_the_rates_of_others():
+    rows = [_row("timeslice", 100.0, 30.0), _row("hyperq", 200.0, 40.0), serve_bench.Row("mps", 16, skipped="none")]
+    assert serving._also("hyperq", rows[:1]) == [100.0]
+    assert serving._also("stitched", rows) == [100.0, 200.0, pytest.approx(660.0)]  # 1.1 times three times hyperq's
+    rows += [_row("stitched", 1000.0, 45.0), _row("stitched", 100.0, 5.0, False), _row("stitched", 660.0, 20.0, False)]
+    assert [line.strip() for line in serving._ratios(rows)] == [
+        "stitched to timeslice: 10.00x the requests, p99 45.0 against 30.0 ms",
+        "at 100 requests a second, 1.00x: p99 5.00 against 30.0 ms",
+        "at 660 requests a second, 6.60x: p99 20.00 against 30.0 ms",
+        "stitched to hyperq: 5.00x the requests, p99 45.0 against 40.0 ms",
+        "at 660 requests a second, 3.30x: p99 20.00 against 40.0 ms"]

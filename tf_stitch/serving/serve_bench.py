@@ -68,7 +68,8 @@ class Plan:
       start: the rate that the search begins with.
       target: share of requests within their SLO that the search asks for.
       probes: loads that a search sends at most.
-      common: after the searches, send every policy the rate that the first policy held.
+      also: rates to send after a search.
+      common: after its search, send every policy the rates that the policies before it held.
       threads: that submit requests.
       seed: of arrivals.
       scheduler: options of the scheduler.
@@ -81,6 +82,7 @@ class Plan:
     start: float = 50.0
     target: float = 0.99
     probes: int = 20
+    also: Sequence[float] = ()
     common: bool = False
     threads: int = 2
     seed: int = 0
@@ -95,17 +97,17 @@ def run(models: Sequence[Model], plan: Plan, devices: Devices, say: Say = lambda
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tf_stitch_bench_") as work:
         for policy in plan.policies:
-            found = _of_policy(policy, models, plan, devices, Path(work), _common_rate(rows, plan), say)
-            rows += found
+            also = (*plan.also, *(held(rows) if plan.common else ()))
+            rows += _of_policy(policy, models, replace(plan, also=also), devices, Path(work), say)
     return rows
 
 
-def _common_rate(rows: Sequence[Row], plan: Plan) -> float:
-    """The rate that the first policy held, to compare latencies at."""
-    return next((r.outcome.offered_rps for r in rows if r.highest and r.outcome), 0.0) if plan.common else 0.0
+def held(rows: Sequence[Row]) -> list[float]:
+    """The highest rates that policies held, to compare latencies of others at."""
+    return [r.outcome.offered_rps for r in rows if r.highest and r.outcome]
 
 
-def _of_policy(policy: str, models: Sequence[Model], plan: Plan, devices: Devices, work: Path, common: float, say: Say
+def _of_policy(policy: str, models: Sequence[Model], plan: Plan, devices: Devices, work: Path, say: Say
                ) -> Iterator[Row]:
     if not available(policy):
         yield Row(policy, len(models), skipped="the op library has no scheduler")
@@ -123,8 +125,8 @@ def _of_policy(policy: str, models: Sequence[Model], plan: Plan, devices: Device
         if not plan.rates:
             found = bench.search()
             yield replace(bench.row(found.outcome, found), highest=True)
-            if common:
-                yield bench.row(bench.probe(common))
+            for rate in plan.also:
+                yield bench.row(bench.probe(rate))
 
 
 def serve(policy: str, models: Sequence[Model], devices: Devices, work: Path,
