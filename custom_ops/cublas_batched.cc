@@ -1,14 +1,13 @@
 #include "cublas_batched.h"
 
 #include <climits>
-#include <list>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>
 #include <utility>
 
 #include "autotune.h"
+#include "lru_cache.h"
 #include "nvidia_library.h"
 
 namespace tf_stitch::cuda {
@@ -167,15 +166,10 @@ std::shared_ptr<const PointerBatch> PointerBatch::Get(const MatmulShape& shape, 
   LoadDriver(nullptr)->CtxGetDevice(&device);
   auto key =
       std::make_tuple(device, s.dtype, s.batch, s.m, s.n, s.k, s.trans_lhs, s.trans_rhs, s.tf32, TuningAllowed());
-  using Entry = std::pair<decltype(key), std::shared_ptr<const PointerBatch>>;
   static auto& mu = *new std::mutex;
-  static auto& entries = *new std::list<Entry>;  // most recent first
+  static auto& batches = *new LruCache<decltype(key), std::shared_ptr<const PointerBatch>>(kBatchesKept);
   std::lock_guard<std::mutex> lock(mu);
-  for (auto it = entries.begin(); it != entries.end(); ++it) {
-    if (it->first != key) continue;
-    entries.splice(entries.begin(), entries, it);
-    return it->second;
-  }
+  if (const auto* found = batches.Find(key)) return *found;
   std::shared_ptr<PointerBatch> made(new PointerBatch());
   Impl& impl = *made->impl_;
   impl.shape = s;
@@ -189,8 +183,7 @@ std::shared_ptr<const PointerBatch> PointerBatch::Get(const MatmulShape& shape, 
   impl.session = SessionOfCurrentDevice(error);
   if (!product && !impl.session) return nullptr;
   if (product && (!impl.session || impl.LtIsFaster(product))) impl.lt = std::move(product);
-  entries.emplace_front(key, made);
-  if (entries.size() > kBatchesKept) entries.pop_back();
+  batches.Add(key, made);
   return made;
 }
 

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <list>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "autotune.h"
+#include "lru_cache.h"
 #include "nvidia_library.h"
 
 namespace tf_stitch::cuda {
@@ -298,24 +297,12 @@ std::shared_ptr<const Matmul> Matmul::Get(const MatmulShape& shape, std::string*
   LoadDriver(nullptr)->CtxGetDevice(&device);
   auto key = std::make_tuple(device, s.dtype, s.batch, s.m, s.n, s.k, s.trans_lhs, s.trans_rhs, s.broadcast_lhs,
                              s.broadcast_rhs, s.bias, s.tf32, s.pointers, TuningAllowed());
-  using Entry = std::pair<decltype(key), std::shared_ptr<const Matmul>>;
   static std::mutex mu;
-  static auto& entries = *new std::list<Entry>;  // most recent first
-  static auto& by_key = *new std::map<decltype(key), std::list<Entry>::iterator>;
+  static auto& products = *new LruCache<decltype(key), std::shared_ptr<const Matmul>>(kProductsKept);
   std::lock_guard<std::mutex> lock(mu);
-  auto found = by_key.find(key);
-  if (found != by_key.end()) {
-    entries.splice(entries.begin(), entries, found->second);
-    return found->second->second;
-  }
+  if (const auto* found = products.Find(key)) return *found;
   std::shared_ptr<const Matmul> made = Make(s, error);
-  if (!made) return nullptr;
-  entries.emplace_front(key, made);
-  by_key[key] = entries.begin();
-  if (entries.size() > kProductsKept) {
-    by_key.erase(entries.back().first);
-    entries.pop_back();
-  }
+  if (made) products.Add(key, made);
   return made;
 }
 

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <list>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "autotune.h"
+#include "lru_cache.h"
 #include "nvidia_library.h"
 
 namespace tf_stitch::cuda {
@@ -543,24 +542,12 @@ std::shared_ptr<const Convolution> Convolution::Get(const ConvShape& s, std::str
   auto key =
       std::make_tuple(device, s.dtype, s.spatial, s.batch, s.channels_in, s.channels_out, s.groups, s.in, s.window,
                       s.strides, s.low, s.high, s.dilations, s.bias, s.residual, s.relu, s.tf32, TuningAllowed());
-  using Entry = std::pair<decltype(key), std::shared_ptr<const Convolution>>;
   static auto& mu = *new std::mutex;
-  static auto& entries = *new std::list<Entry>;  // most recent first
-  static auto& by_key = *new std::map<decltype(key), std::list<Entry>::iterator>;
+  static auto& convolutions = *new LruCache<decltype(key), std::shared_ptr<const Convolution>>(kConvolutionsKept);
   std::lock_guard<std::mutex> lock(mu);
-  auto found = by_key.find(key);
-  if (found != by_key.end()) {
-    entries.splice(entries.begin(), entries, found->second);
-    return found->second->second;
-  }
+  if (const auto* found = convolutions.Find(key)) return *found;
   std::shared_ptr<const Convolution> made = Make(s, error);
-  if (!made) return nullptr;
-  entries.emplace_front(key, made);
-  by_key[key] = entries.begin();
-  if (entries.size() > kConvolutionsKept) {
-    by_key.erase(entries.back().first);
-    entries.pop_back();
-  }
+  if (made) convolutions.Add(key, made);
   return made;
 }
 

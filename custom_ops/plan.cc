@@ -308,23 +308,12 @@ size_t PlanCache::Hash::operator()(const Signature& s) const {
 std::shared_ptr<const Plan> PlanCache::Get(const Program& program, const Signature& signature) {
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (!entries_.empty() && entries_.front().first == signature) return entries_.front().second;
-    auto found = by_signature_.find(signature);
-    if (found != by_signature_.end()) {
-      entries_.splice(entries_.begin(), entries_, found->second);
-      return found->second->second;
-    }
+    if (const auto* found = plans_.Find(signature)) return *found;
   }
   std::shared_ptr<const Plan> plan = MakePlan(program, signature);  // two threads may both make it: harmless
   ++GlobalCounters().plans;
   std::lock_guard<std::mutex> lock(mu_);
-  if (by_signature_.count(signature)) return plan;
-  entries_.emplace_front(signature, plan);
-  by_signature_[signature] = entries_.begin();
-  if (entries_.size() > capacity_) {
-    by_signature_.erase(entries_.back().first);
-    entries_.pop_back();
-  }
+  if (!plans_.Find(signature)) plans_.Add(signature, plan);
   return plan;
 }
 

@@ -4,13 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
+#include "lru_cache.h"
 #include "program.h"
 
 namespace tf_stitch {
@@ -57,7 +56,7 @@ std::unique_ptr<Plan> MakePlan(const Program& program, const Signature& signatur
 // Plans by signature, the most recently used ones.  Thread-safe.
 class PlanCache {
  public:
-  explicit PlanCache(size_t capacity = 128) : capacity_(capacity) {}
+  explicit PlanCache(size_t capacity = 128) : plans_(capacity) {}
 
   // The plan for a signature, made when it is not there.
   std::shared_ptr<const Plan> Get(const Program& program, const Signature& signature);
@@ -66,12 +65,9 @@ class PlanCache {
   struct Hash {
     size_t operator()(const Signature& s) const;
   };
-  using Entry = std::pair<Signature, std::shared_ptr<const Plan>>;
 
-  const size_t capacity_;
   std::mutex mu_;
-  std::list<Entry> entries_;  // most recent first
-  std::unordered_map<Signature, std::list<Entry>::iterator, Hash> by_signature_;
+  LruCache<Signature, std::shared_ptr<const Plan>, Hash> plans_;
 };
 
 }  // namespace tf_stitch
