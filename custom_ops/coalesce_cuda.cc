@@ -164,7 +164,7 @@ struct CudaDevice::UnderWay : Device::Ticket {
     cuda::Result result = Ended();
     float ms = 0;
     if (!result) result = device->driver_.EventElapsedTime(&ms, begin.get(), end.get());
-    if (result) *error = cuda::Describe(device->driver_, result) + " while running a superkernel";
+    if (result) *error = cuda::Failed(device->driver_, result, "running a superkernel");
     return static_cast<double>(ms) * 1000;
   }
 
@@ -209,7 +209,7 @@ std::string CudaDevice::WaitFor(cuda::Stream stream, size_t lane, const CudaRequ
                                                    : nullptr;
   if (!event) return "";
   cuda::Result result = driver_.StreamWaitEvent(stream, event, 0);
-  return result ? cuda::Describe(driver_, result) + " while waiting for a request's inputs" : "";
+  return result ? cuda::Failed(driver_, result, "waiting for a request's inputs") : "";
 }
 
 std::unique_ptr<Device::Ticket> CudaDevice::Issue(size_t index, std::vector<Member>* members) {

@@ -10,10 +10,6 @@
 namespace tf_stitch {
 namespace {
 
-std::string Failed(const cuda::Driver& driver, cuda::Result result, const std::string& doing) {
-  return cuda::Describe(driver, result) + " while " + doing;
-}
-
 // 10 * major + minor version of the current context's device; 0 when it cannot be asked.
 int ComputeCapability(const cuda::Driver& driver) {
   cuda::Device device;
@@ -89,7 +85,7 @@ std::shared_ptr<Module> OpenShared(const cuda::Driver& driver, cuda::Context con
   cuda::Result result = driver.ModuleLoadDataEx(&module->handle, module->bytes.c_str(), 0, nullptr, nullptr);
   if (result) {
     module->handle = nullptr;
-    *error = Failed(driver, result, "loading its code");
+    *error = cuda::Failed(driver, result, "loading its code");
     return nullptr;
   }
   ++GlobalCounters().loads;
@@ -130,7 +126,8 @@ std::shared_ptr<CudaCode> CudaCode::Load(const Program& program, cuda::Context c
   out->module_ = module;
   auto find = [&](const std::string& name, Kernel* kernel) {
     cuda::Result result = driver->ModuleGetFunction(&kernel->function, module->handle, name.c_str());
-    if (result) *error = Failed(*driver, result, "looking for kernel '" + name + "' in its code for " + code->target);
+    if (result)
+      *error = cuda::Failed(*driver, result, "looking for kernel '" + name + "' in its code for " + code->target);
     if (!result) kernel->max_shared_bytes = AllowSharedMemory(*driver, kernel->function);
     return !result;
   };
@@ -162,11 +159,11 @@ std::string CudaCode::Capture(const std::function<std::string(cuda::Stream)>& en
   cuda::Result result = 0;
   if (!capturing_) result = driver_.StreamCreate(&capturing_, cuda::kStreamNonBlocking);
   if (!result) result = driver_.StreamBeginCapture(capturing_, cuda::kCaptureRelaxed);
-  if (result) return Failed(driver_, result, "starting a capture");
+  if (result) return cuda::Failed(driver_, result, "starting a capture");
   std::string error = enqueue(capturing_);
   *graph = nullptr;
   result = driver_.StreamEndCapture(capturing_, graph);
-  if (error.empty() && result) error = Failed(driver_, result, "ending a capture");
+  if (error.empty() && result) error = cuda::Failed(driver_, result, "ending a capture");
   if (!error.empty() && *graph) driver_.GraphDestroy(*graph);
   return error;
 }

@@ -31,9 +31,7 @@ constexpr int kCooperativeLaunch = 95;       // CU_DEVICE_ATTRIBUTE_COOPERATIVE_
 constexpr int kMaxSharedBytesPerBlock = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 constexpr int kStreamNonBlocking = 1;        // CU_STREAM_NON_BLOCKING
 constexpr int kNotReady = 600;               // CUDA_ERROR_NOT_READY
-constexpr int kEventBlockingSync = 1;        // CU_EVENT_BLOCKING_SYNC
 constexpr int kNodeIsCooperative = 2;        // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-constexpr int kCaptureThreadLocal = 1;       // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 constexpr int kCaptureRelaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr int kCaptureStatusNone = 0;        // CU_STREAM_CAPTURE_STATUS_NONE
 
@@ -119,6 +117,11 @@ const Driver* LoadDriver(std::string* error);
 
 // "CUDA_ERROR_NAME (text)" of a result.
 std::string Describe(const Driver& driver, Result result);
+
+// "CUDA_ERROR_NAME (text) while DOING".
+inline std::string Failed(const Driver& driver, Result result, const std::string& doing) {
+  return Describe(driver, result) + " while " + doing;
+}
 
 // Makes a context current while it lives.
 class ScopedContext {

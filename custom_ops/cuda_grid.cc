@@ -30,7 +30,7 @@ std::unique_ptr<DeviceBytes> DeviceBytes::Upload(const cuda::Driver& driver, cud
   if (stream) driver.StreamDestroy(stream);
   driver.ThreadExchangeStreamCaptureMode(&mode);
   if (!result) return out;
-  *error = cuda::Describe(driver, result) + " while copying a table of " + std::to_string(bytes.size()) + " bytes";
+  *error = cuda::Failed(driver, result, "copying a table of " + std::to_string(bytes.size()) + " bytes");
   return nullptr;
 }
 
@@ -85,7 +85,7 @@ std::string CudaGrid::Prepare(const cuda::Driver& driver, int64_t max_shared_byt
     result = driver.OccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel_, static_cast<int>(threads_),
                                                               static_cast<size_t>(table_.shared_bytes));
   }
-  if (result) return cuda::Describe(driver, result) + " while asking how many blocks of '" + grid_.kernel + "' fit";
+  if (result) return cuda::Failed(driver, result, "asking how many blocks of '" + grid_.kernel + "' fit");
   int64_t room = int64_t{processors} * resident;
   *pays = cooperative && room && table_.blocks <= kRounds * room * static_cast<int64_t>(phases());
   blocks_ = static_cast<unsigned>(std::min(room, table_.most_blocks));
@@ -108,7 +108,7 @@ std::string CudaGrid::KeepOperands(const cuda::Driver& driver, int64_t processor
   } else {
     table_ = std::move(plain);
   }
-  return result ? cuda::Describe(driver, result) + " while asking how many blocks of '" + grid_.kernel + "' fit" : "";
+  return result ? cuda::Failed(driver, result, "asking how many blocks of '" + grid_.kernel + "' fit") : "";
 }
 
 uint64_t CudaGrid::counters_of_slot(size_t slot) const {

@@ -20,10 +20,6 @@ constexpr int64_t kMaxGraphNodes = 1 << 16;  // of all graphs in the process: a 
 
 std::atomic<int64_t> g_graph_nodes{0};
 
-std::string Failed(const cuda::Driver& driver, cuda::Result result, const std::string& doing) {
-  return cuda::Describe(driver, result) + " while " + doing;
-}
-
 size_t HashOf(const std::vector<void*>& addresses) {
   uint64_t h = 1469598103934665603ull;
   for (void* a : addresses) {
@@ -270,7 +266,7 @@ std::string CudaPlan::Run(void* const* memory, void* workspace, cuda::Stream str
     if (usable) {
       ++GlobalCounters().graph_launches;
       cuda::Result result = driver.GraphLaunch(instances_.front().exec, stream);
-      return result ? Failed(driver, result, "launching the graph of '" + program_.name + "'") : "";
+      return result ? cuda::Failed(driver, result, "launching the graph of '" + program_.name + "'") : "";
     }
   }
   return LaunchAll(memory, workspace, stream, observe);
@@ -360,7 +356,7 @@ cuda::KernelNodeParams CudaPlan::NodeParams(const Launch& launch, void** paramet
 std::string CudaPlan::MakeGraph(const std::vector<void*>& memory) {
   const cuda::Driver& driver = code_->driver();
   cuda::Result result = driver.GraphCreate(&graph_, 0);
-  if (result) return Failed(driver, result, "making a graph");
+  if (result) return cuda::Failed(driver, result, "making a graph");
   graph_memory_ = memory;
   std::vector<uint64_t> words = Words(memory.data(), memory.back(), /*slot=*/0);
   std::vector<std::vector<bool>> before(launches_.size());  // all that each launch follows, directly or not
@@ -395,7 +391,7 @@ std::string CudaPlan::MakeGraph(const std::vector<void*>& memory) {
       result = driver.GraphAddChildGraphNode(&node, graph_, after.data(), after.size(), child);
       driver.GraphDestroy(child);  // the node has a copy
     }
-    if (result) return Failed(driver, result, "adding a node for " + Where(l));
+    if (result) return cuda::Failed(driver, result, "adding a node for " + Where(l));
     nodes_.push_back(node);
   }
   return "";
@@ -406,7 +402,7 @@ std::string CudaPlan::NewInstance(const std::vector<void*>& memory) {
   const cuda::Driver& driver = code_->driver();
   cuda::GraphExec exec = nullptr;
   cuda::Result result = driver.GraphInstantiate(&exec, graph_, 0);
-  if (result) return Failed(driver, result, "instantiating a graph");
+  if (result) return cuda::Failed(driver, result, "instantiating a graph");
   g_graph_nodes += static_cast<int64_t>(nodes_.size());
   ++GlobalCounters().graph_instances;
   instances_.push_front({graph_memory_, exec, instances_.size()});
@@ -441,7 +437,7 @@ std::string CudaPlan::Update(Instance* instance, const std::vector<void*>& memor
       result = driver.GraphExecChildGraphNodeSetParams(instance->exec, nodes_[i], child);
       driver.GraphDestroy(child);
     }
-    if (result) return Failed(driver, result, "updating the node of " + Where(l));
+    if (result) return cuda::Failed(driver, result, "updating the node of " + Where(l));
   }
   instance->memory = memory;
   return "";

@@ -109,7 +109,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     if (!info || !info->stream) return "the device has no CUDA stream";
     cuda::Context context;
     cuda::Result result = driver->StreamGetCtx(StreamOf(info->stream), &context);
-    if (result) return cuda::Describe(*driver, result) + " while asking for the stream's context";
+    if (result) return cuda::Failed(*driver, result, "asking for the stream's context");
     code_ = CudaCode::Load(node_.program(), context, &error);
     for (const Step& s : node_.program().steps) {
       has_float_products_ |= s.kind == Step::Kind::kLibrary && node_.program().buffers[s.buffers[0]].dtype == 1;
@@ -307,7 +307,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
   }
 
   std::string CannotCopy(cuda::Result result, uint32_t input) const {
-    return cuda::Describe(code_->driver(), result) + " while copying input " + std::to_string(input);
+    return cuda::Failed(code_->driver(), result, "copying input " + std::to_string(input));
   }
 
   static bool IsMisaligned(const Tensor& t) {

@@ -11,10 +11,6 @@ namespace {
 
 constexpr int64_t kMostProblems = 65535;  // of a launch: blockIdx.y
 
-std::string Failed(const Driver& driver, Result result, const std::string& doing) {
-  return Describe(driver, result) + " while " + doing;
-}
-
 }  // namespace
 
 // --- events and streams ---------------------------------------------------------------------------------
