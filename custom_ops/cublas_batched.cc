@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "autotune.h"
 #include "lru_cache.h"
@@ -28,10 +29,6 @@ struct Api {
   Status (*GetVersion)(Handle, int*);
   Status (*Batched)(Handle, int, int, int, int, int, const void*, const void* const*, int, int, const void* const*, int,
                     int, const void*, void* const*, int, int, int, int, int);
-  // null before CUDA 12.5
-  Status (*Grouped)(Handle, const int*, const int*, const int*, const int*, const int*, const void*, const void* const*,
-                    int, const int*, const void* const*, int, const int*, const void*, void* const*, int, const int*,
-                    int, const int*, int);
 };
 
 Library<Api> LoadLibrary() {
@@ -42,7 +39,6 @@ Library<Api> LoadLibrary() {
   file.Need("cublasSetWorkspace_v2", &out.api.SetWorkspace);
   file.Need("cublasGetVersion_v2", &out.api.GetVersion);
   file.Need("cublasGemmBatchedEx", &out.api.Batched);
-  file.Find("cublasGemmGroupedBatchedEx", &out.api.Grouped);
   out.error = file.error();
   return out;
 }
@@ -190,39 +186,6 @@ std::shared_ptr<const PointerBatch> PointerBatch::Get(const MatmulShape& shape, 
 std::string PointerBatch::Run(const void* const* lhs, const void* const* rhs, void* const* out, void* workspace,
                               Stream stream) const {
   return impl_->Run(impl_->lt != nullptr, lhs, rhs, out, workspace, stream, impl_->lt);
-}
-
-size_t GroupedWorkspaceBytes() { return kWorkspace; }
-
-std::string RunGroups(int dtype, bool tf32, const std::vector<ProductGroup>& groups, const void* const* lhs,
-                      const void* const* rhs, void* const* out, void* workspace, Stream stream) {
-  std::string error;
-  Session* session = SessionOfCurrentDevice(&error);
-  if (!session) return error;
-  if (!session->api->Grouped) return "this cuBLAS has no grouped products; they came with CUDA 12.5";
-  auto [type, compute] = BlasTypes(dtype, tf32);
-  if (type < 0 || type == 1) return "cuBLAS has no grouped products of element type " + std::to_string(dtype);
-  size_t n = groups.size();
-  std::vector<int> trans_a(n), trans_b(n), rows(n), columns(n), depth(n), lda(n), ldb(n), ldc(n), counts(n);
-  std::vector<float> ones(n, 1), zeros(n, 0);
-  for (size_t i = 0; i < n; ++i) {  // column-major: out' = rhs' @ lhs'
-    const ProductGroup& g = groups[i];
-    trans_a[i] = g.trans_rhs ? kOpT : kOpN;
-    trans_b[i] = g.trans_lhs ? kOpT : kOpN;
-    rows[i] = g.n;
-    columns[i] = g.m;
-    depth[i] = g.k;
-    lda[i] = g.trans_rhs ? g.k : g.n;
-    ldb[i] = g.trans_lhs ? g.m : g.k;
-    ldc[i] = g.n;
-    counts[i] = g.count;
-  }
-  Status status = With(session, stream, workspace, [&, type = type, compute = compute](Handle handle) {
-    return session->api->Grouped(handle, trans_a.data(), trans_b.data(), rows.data(), columns.data(), depth.data(),
-                                 ones.data(), rhs, type, lda.data(), lhs, type, ldb.data(), zeros.data(), out, type,
-                                 ldc.data(), static_cast<int>(n), counts.data(), compute);
-  });
-  return status ? Failed(status, "running grouped matrix products") : "";
 }
 
 }  // namespace tf_stitch::cuda

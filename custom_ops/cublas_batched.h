@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "cublas_lt.h"
 #include "cuda_driver.h"
@@ -34,21 +33,6 @@ class PointerBatch {
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
-
-// Some products of one shape in a grouped call; row-major and dense as in MatmulShape.
-struct ProductGroup {
-  int count;  // products of this shape
-  int m, n, k;
-  bool trans_lhs, trans_rhs;
-};
-
-// Bytes that RunGroups needs as workspace.
-size_t GroupedWorkspaceBytes();
-
-// Enqueues products of several shapes in one launch: the arrays (device memory) hold the addresses of all groups one
-// after the other.  `dtype` as in MatmulShape, without double.  Every size must be positive.  "" or the error.
-std::string RunGroups(int dtype, bool tf32, const std::vector<ProductGroup>& groups, const void* const* lhs,
-                      const void* const* rhs, void* const* out, void* workspace, Stream stream);
 
 }  // namespace tf_stitch::cuda
 

@@ -534,7 +534,6 @@ struct Convolution::Impl {
 Convolution::Convolution() : impl_(std::make_unique<Impl>()) {}
 Convolution::~Convolution() = default;
 size_t Convolution::workspace_bytes() const { return static_cast<size_t>(impl_->chosen.workspace); }
-const std::string& Convolution::engine() const { return impl_->chosen.name; }
 
 std::shared_ptr<const Convolution> Convolution::Get(const ConvShape& s, std::string* error) {
   Device device = 0;

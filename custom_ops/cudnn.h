@@ -37,7 +37,6 @@ class Convolution {
   ~Convolution();
 
   size_t workspace_bytes() const;
-  const std::string& engine() const;  // "index:knob=value,..." of the engine that was chosen
   // Enqueues the convolution.  `bias` and `residual` may be null when the shape has none.  "" or the error.
   std::string Run(const void* x, const void* w, const void* bias, const void* residual, void* y, void* workspace,
                   Stream stream) const;

@@ -205,21 +205,11 @@ void Bench(const Shape& s, int64_t count) {
   double batch_wall = Wall([&] { run_batch(streams[0]); });
   double wrong = WorstError(Read(out[count - 1], s.m * s.n), want);
 
-  ProductGroup half{
-      static_cast<int>(count / 2), static_cast<int>(s.m), static_cast<int>(s.n), static_cast<int>(s.k), false, false};
-  std::string grouped_error;
-  auto run_groups = [&](Stream stream) {
-    grouped_error = RunGroups(1, true, {half, half}, lhs_array, rhs_array, out_array, workspace, stream);
-  };
-  run_groups(streams[0]);
-  double grouped_us = grouped_error.empty() && count > 1 ? OnDevice(streams[0], run_groups) : -1;
-  double grouped_wrong = WorstError(Read(out[count - 1], s.m * s.n), want);
   printf(
       "%-8s S=%-3d slices %7.0f  in order %7.1f  streams %7.0f | strided %6.1f  Lt pointers %6.1f  batch %6.1f (call "
-      "and "
-      "wait %6.1f)  grouped %6.1f us | error %.1e %.1e | chosen in %.0f + %.0f ms %s%s\n",
-      s.name, static_cast<int>(count), slices, in_order, side_by_side, strided_us, lt_us, batch_us, batch_wall,
-      grouped_us, wrong, grouped_wrong, tuned_single / 1e3, tuned_batch / 1e3, lt_error.c_str(), grouped_error.c_str());
+      "and wait %6.1f) us | error %.1e | chosen in %.0f + %.0f ms %s\n",
+      s.name, static_cast<int>(count), slices, in_order, side_by_side, strided_us, lt_us, batch_us, batch_wall, wrong,
+      tuned_single / 1e3, tuned_batch / 1e3, lt_error.c_str());
   fflush(stdout);
   for (void* p : table) g_driver->MemFree(p);
   for (void* p : {arrays, workspace, packed}) g_driver->MemFree(p);
