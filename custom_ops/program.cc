@@ -489,6 +489,11 @@ uint32_t Crc32(std::string_view data) {
 bool IsLibraryDType(int dtype) { return dtype == 1 || dtype == 2 || dtype == 14 || dtype == 19; }
 
 const char* NameOf(LibraryCall call) { return call == LibraryCall::kMatmul ? "matmul" : "conv"; }
+
+std::string LabelOf(const Step& step) {
+  return (step.kind == Step::Kind::kLibrary ? NameOf(step.call) : step.kernel) + " " + step.origin;
+}
+
 std::vector<int64_t> FlagsOf(const Step& step) {
   if (step.kind != Step::Kind::kLibrary) return {};
   const MatmulFlags& m = step.matmul;

@@ -144,6 +144,10 @@ struct Program {
 const char* NameOf(LibraryCall call);
 const char* Describe(LibraryCall call);
 
+// What the profiler shows for a step that runs: the kernel or the library call, and the node that its last result comes
+// from.
+std::string LabelOf(const Step& step);
+
 // The flags of a library step in the order of the format; none for other steps.
 std::vector<int64_t> FlagsOf(const Step& step);
 

@@ -132,7 +132,7 @@ std::string CudaPlan::Where(const Launch& launch) const {
 // What the profiler shows: the kernel and the nodes that its steps' last results come from.
 std::string CudaPlan::Label(const Launch& launch) const {
   const Step& s = program_.steps[launch.step];
-  if (!launch.grid) return (s.kind == Step::Kind::kLibrary ? "matmul" : s.kernel) + " " + s.origin;
+  if (!launch.grid) return LabelOf(s);
   std::string label = launch.grid->grid().kernel + " " + std::to_string(launch.grid->phases()) + " phases:";
   const std::string* before = nullptr;
   for (size_t i = launch.step; i < launch.end && label.size() < kLongestLabel; ++i) {

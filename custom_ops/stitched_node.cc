@@ -177,9 +177,4 @@ void StitchedNode::SetOutputs(OpKernelContext* ctx, Memory* memory) const {
   ++GlobalCounters().stitched;
 }
 
-std::string StitchedNode::Label(size_t step) const {
-  const Step& s = program_.steps[step];
-  return (s.kind == Step::Kind::kLibrary ? NameOf(s.call) : s.kernel) + " " + s.origin;
-}
-
 }  // namespace tf_stitch

@@ -43,9 +43,6 @@ class StitchedNode {
 
   void SetOutputs(tensorflow::OpKernelContext* ctx, Memory* memory) const;
 
-  // What the profiler shows for a step: the kernel, and the node that its last result comes from.
-  std::string Label(size_t step) const;
-
   const std::string& name() const { return name_; }
   const Program& program() const { return program_; }
   bool ready() const { return ready_; }  // false: only the fallback runs

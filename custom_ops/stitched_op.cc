@@ -147,7 +147,8 @@ class StitchedProgramOp : public AsyncOpKernel {
     int64_t activity = 0;
     Observe observe = [&](size_t step, bool starts) {  // one profiler event per kernel
       if (starts) {
-        activity = tsl::profiler::TraceMe::ActivityStart([&] { return "tf_stitch_kernel:" + node_.Label(step); });
+        activity =
+            tsl::profiler::TraceMe::ActivityStart([&] { return "tf_stitch_kernel:" + LabelOf(program.steps[step]); });
       } else {
         tsl::profiler::TraceMe::ActivityEnd(activity);
       }
