@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "hash.h"
 #include "program.h"
 
 namespace tf_stitch::cuda {
@@ -126,10 +127,8 @@ std::string CacheFolder() {
 }
 
 std::string PathOf(const std::string& folder, const std::string& key) {
-  uint64_t h = 1469598103934665603ull;  // FNV-1a; the file holds the key too, so that a collision is only a miss
-  for (unsigned char c : key) h = (h ^ c) * 1099511628211ull;
-  char name[32];
-  snprintf(name, sizeof name, "%016" PRIx64, h);
+  char name[32];  // the file holds the key too, so that a collision is only a miss
+  snprintf(name, sizeof name, "%016" PRIx64, HashOfBytes(key));
   return folder + "/choices/" + name + ".txt";
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "autotune.h"
+#include "hash.h"
 
 namespace tf_stitch {
 namespace {
@@ -18,12 +19,6 @@ constexpr double kBytesPerUs = 2e6;
 constexpr size_t kTableBytes = size_t{64} << 10;
 constexpr size_t kTablesKept = 64;
 constexpr double kSpinUs = 60;  // a wait that is over by then is not worth a sleep
-
-uint64_t Hash(const std::string& bytes) {
-  uint64_t h = 1469598103934665603ull;
-  for (char c : bytes) h = (h ^ static_cast<unsigned char>(c)) * 1099511628211ull;
-  return h ^ (h >> 31);
-}
 
 template <class T>
 void Append(const T& value, std::string* out) {
@@ -101,7 +96,7 @@ CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& rea
       shape += texts[i];
       cost += CostUs(program, plan, ready.step(i));
     }
-    made->units.push_back({(number << 16) + made->units.size(), Hash(shape), cost});
+    made->units.push_back({(number << 16) + made->units.size(), HashOfBytes(shape), cost});
     begin.push_back(first);
     first = end;
   }

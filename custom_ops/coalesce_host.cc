@@ -3,20 +3,12 @@
 #include <algorithm>
 #include <utility>
 
+#include "hash.h"
+
 namespace tf_stitch {
 namespace {
 
 constexpr double kCyclesPerUs = 3000;  // a guess, until times are measured
-
-uint64_t Mix(uint64_t h, uint64_t word) {
-  h = (h ^ word) * 0x9E3779B97F4A7C15ull;
-  return h ^ (h >> 29);
-}
-
-uint64_t Mix(uint64_t h, const std::string& text) {
-  for (char c : text) h = Mix(h, static_cast<unsigned char>(c));
-  return h;
-}
 
 // Products of one element type share a loop, whatever their sizes; so do runs of one kernel.
 uint64_t ClusterOf(const Program& program, const HostCode& code, size_t step) {
@@ -28,7 +20,9 @@ uint64_t ClusterOf(const Program& program, const HostCode& code, size_t step) {
 // The same in every process: measured times are kept by it.
 uint64_t ShapeOf(const Program& program, const StepPlan& plan, size_t step) {
   const Step& s = program.steps[step];
-  uint64_t h = Mix(1469598103934665603ull, "host " + (s.kind == Step::Kind::kLibrary ? NameOf(s.call) : s.kernel));
+  uint64_t h = kHashOfNothing;
+  std::string name = s.kind == Step::Kind::kLibrary ? NameOf(s.call) : s.kernel;
+  for (unsigned char c : "host " + name) h = Mix(h, c);
   for (int64_t flag : FlagsOf(s)) h = Mix(h, static_cast<uint64_t>(flag));
   h = Mix(h, static_cast<uint64_t>(program.buffers[s.buffers[0]].dtype));
   for (int64_t d : plan.dims) h = Mix(h, static_cast<uint64_t>(d));

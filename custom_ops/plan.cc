@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "counters.h"
+#include "hash.h"
 
 namespace tf_stitch {
 namespace {
@@ -297,11 +298,8 @@ std::unique_ptr<Plan> MakePlan(const Program& program, const Signature& signatur
 }
 
 size_t PlanCache::Hash::operator()(const Signature& s) const {
-  uint64_t h = 1469598103934665603ull;
-  for (int64_t v : s) {
-    h = (h ^ static_cast<uint64_t>(v)) * 0x9E3779B97F4A7C15ull;
-    h ^= h >> 29;
-  }
+  uint64_t h = kHashOfNothing;
+  for (int64_t v : s) h = Mix(h, static_cast<uint64_t>(v));
   return h;
 }
 

@@ -8,6 +8,7 @@
 #include "autotune.h"
 #include "counters.h"
 #include "cublas_lt.h"
+#include "hash.h"
 
 namespace tf_stitch {
 namespace {
@@ -21,11 +22,8 @@ constexpr int64_t kMaxGraphNodes = 1 << 16;  // of all graphs in the process: a 
 std::atomic<int64_t> g_graph_nodes{0};
 
 size_t HashOf(const std::vector<void*>& addresses) {
-  uint64_t h = 1469598103934665603ull;
-  for (void* a : addresses) {
-    h = (h ^ reinterpret_cast<uint64_t>(a)) * 0x9E3779B97F4A7C15ull;
-    h ^= h >> 29;
-  }
+  uint64_t h = kHashOfNothing;
+  for (void* a : addresses) h = Mix(h, reinterpret_cast<uint64_t>(a));
   return h;
 }
 

@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <utility>
 
+#include "hash.h"
+
 namespace tf_stitch {
 namespace {
 
@@ -33,14 +35,8 @@ Micros Plus(Micros a, double us) { return a == kNever ? kNever : a + static_cast
 }  // namespace
 
 void Work::SetKind() {
-  uint64_t h = 1469598103934665603ull;
-  for (const Unit& u : units) {
-    for (uint64_t word : {u.cluster, u.shape}) {
-      h = (h ^ word) * 0x9E3779B97F4A7C15ull;
-      h ^= h >> 29;
-    }
-  }
-  kind = h;
+  kind = kHashOfNothing;
+  for (const Unit& u : units) kind = Mix(Mix(kind, u.cluster), u.shape);
 }
 
 // --- tenants -----------------------------------------------------------------------------------------
