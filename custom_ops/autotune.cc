@@ -8,7 +8,6 @@
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <fstream>
 #include <map>
 #include <mutex>
@@ -16,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "environment.h"
 #include "hash.h"
 #include "program.h"
 
@@ -185,10 +185,7 @@ bool MakeFolders(const std::string& path) {
 }  // namespace
 
 bool TuningAllowed() {
-  static const bool enabled = [] {
-    const char* value = getenv("TF_STITCH_AUTOTUNE");
-    return !value || strcmp(value, "0") != 0;
-  }();
+  static const bool enabled = IsOn("TF_STITCH_AUTOTUNE", true);
   return enabled && !t_forbidden;
 }
 

@@ -1,12 +1,11 @@
 #include "stitched_node.h"
 
-#include <cstdlib>
-#include <cstring>
 #include <mutex>
 #include <unordered_set>
 #include <utility>
 
 #include "counters.h"
+#include "environment.h"
 #include "trust.h"
 
 namespace tf_stitch {
@@ -18,11 +17,6 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
 namespace {
-
-bool Disabled() {
-  const char* value = getenv("TF_STITCH_DISABLE");
-  return value && *value && strcmp(value, "0") != 0;
-}
 
 // Element `i` of an integer tensor in host memory.
 int64_t ElementOf(const Tensor& t, int64_t i) {
@@ -102,7 +96,7 @@ StitchedNode::StitchedNode(OpKernelConstruction* ctx, bool on_gpu) : name_(ctx->
 }
 
 void StitchedNode::Prepare(OpKernelConstruction* ctx, const std::function<std::string()>& load) {
-  if (!ctx->status().ok() || Disabled()) return;
+  if (!ctx->status().ok() || IsOn("TF_STITCH_DISABLE", false)) return;
   if (std::string refused = Refused(ctx->def()); !refused.empty()) {
     return WarnOnce("tf_stitch: " + refused + "; TensorFlow's operations run instead of stitched ones.");
   }

@@ -4,7 +4,6 @@
 // input positions, which TensorFlow honours for every op) names them, and the rewriter sets it.  Where kernels read
 // such an input too, it is copied to the device.  Outputs always lie in device memory, unless they are such an input
 // under another shape.
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -16,6 +15,7 @@
 #include "coalesce_cuda.h"
 #include "coalescing.h"
 #include "cublas_lt.h"
+#include "environment.h"
 #include "held_call.h"
 #include "runtime_cuda.h"
 #include "stitched_node.h"
@@ -33,20 +33,14 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// False for a variable that is "0".
-bool Enabled(const char* variable) {
-  const char* value = getenv(variable);
-  return !value || !*value || strcmp(value, "0") != 0;
-}
-
 bool GraphsEnabled() {
-  static const bool enabled = Enabled("TF_STITCH_CUDA_GRAPHS");
+  static const bool enabled = IsOn("TF_STITCH_CUDA_GRAPHS", true);
   return enabled;
 }
 
 // Without grids all steps are launches of their own.
 bool GridsEnabled() {
-  static const bool enabled = Enabled("TF_STITCH_GRIDS");
+  static const bool enabled = IsOn("TF_STITCH_GRIDS", true);
   return enabled;
 }
 
