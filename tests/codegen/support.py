@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from tf_stitch.codegen import HOST_FLAGS, Kernel, emit, level_flags, translation_unit
-from tf_stitch.fusion.group import Group
 from tf_stitch.ir import dims as D
 from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.ir.graph import Graph, Node
 from tf_stitch.schedule import HOST, Schedule, Target, build
+from tf_stitch.schedule.group import Group
 
 
 class Problem(ctypes.Structure):

@@ -14,13 +14,13 @@ from tests.codegen.support import compile_kernels, kernel_of
 from tests.ir_graphs import random_case
 from tf_stitch.codegen import HOST_FLAGS, emit, level_flags, translation_unit
 from tf_stitch.errors import Unschedulable
-from tf_stitch.fusion.group import Group
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.ir.graph import Graph
 from tf_stitch.options import HOST_LEVELS
 from tf_stitch.schedule import CUDA, HOST, Schedule, build
+from tf_stitch.schedule.group import Group
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 

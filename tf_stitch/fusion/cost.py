@@ -17,7 +17,7 @@ from ..ir.dims import Dim
 from ..ir.dtypes import DTYPES
 from ..ir.graph import Node
 from ..ir.ops import CHEAP, EXPENSIVE, OPS
-from .group import Group
+from ..schedule.group import Group
 
 NOMINAL_DIMS = (4, 256)  # sizes that stand for an unknown dim
 ACCUMULATING = frozenset({"reduce", "arg_reduce", "scan", "dot", "conv", "window"})  # an addition or so per element

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable
 
 from ..ir.graph import Graph, Node, topological
-from .group import Group
+from ..schedule.group import Group
 
 ALWAYS_FLOATING = frozenset({"const", "iota", "shape_value", "broadcast", "reshape"})
 

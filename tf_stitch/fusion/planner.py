@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import schedule
 from ..errors import Unschedulable
 from ..ir import dims as D
 from ..ir.graph import Graph, Node
 from ..ir.ops import CHEAP, OPS
+from ..schedule.group import Group
 from . import cost, library
-from .group import Group
 from .partition import ALWAYS_FLOATING, Partition, Unit
 from .phases import phases, repeats_rows
 from .span import spans
@@ -63,8 +64,6 @@ def plan_scheduled(graph: Graph, target: Any, build: Build | None = None) -> lis
 
 
 def _schedule_build() -> Build:
-    from .. import schedule
-
     return functools.partial(schedule.build, known={})
 
 

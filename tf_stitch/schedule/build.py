@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..errors import Unschedulable
-from ..fusion.group import Group
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..ir.graph import Node, Shape
@@ -15,6 +14,7 @@ from . import rules
 from .attempt import Attempt
 from .collapse import collapse
 from .domain import domain
+from .group import Group
 from .kernel_schedule import KernelSchedule, Part
 from .labels import Labels, operand_labels
 from .products import have_products

@@ -11,10 +11,10 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..fusion.group import Group
 from ..ir import dims as D
 from ..ir.graph import Node
 from . import rules
+from .group import Group
 
 Segments = list[list[int]]  # of a node's dims: which are one; a squeezed dim is in none
 _WHOLE = frozenset({"conv", "window"})  # their dims have fixed meanings
