@@ -70,13 +70,8 @@ def table(rows: Sequence[tuple[str, dict]]) -> Table:
 def record(rows: Sequence[tuple[str, dict]], folder: Path) -> None:
     """Writes host.json ({machine, rows}) and host.txt (the table)."""
     facts = bench.machine()
-    folder.mkdir(parents=True, exist_ok=True)
     results = [{"title": title, **result} for title, result in rows]
-    (folder / "host.json").write_text(json.dumps({"machine": facts, "rows": results}, indent=1) + "\n")
-    with (folder / "host.txt").open("w") as out:
-        console = Console(file=out, width=180)
-        console.print(table(rows))
-        console.print("\n".join(f"{k}: {v}" for k, v in facts.items()), highlight=False)
+    bench.write(folder, "host", {"machine": facts, "rows": results}, facts, [table(rows)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

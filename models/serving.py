@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tf_stitch
-from tf_stitch.bench import machine
+from tf_stitch import bench
 from tf_stitch.errors import StitchError
 from tf_stitch.serving import load, serve_bench
 from tf_stitch.serving.load import Client, Outcome
@@ -163,7 +163,6 @@ class Results:
     """What was found so far, on disk after every step: a run that is cut short keeps what it has."""
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.facts = folder, facts
         self.rows: list[serve_bench.Row] = []
         self.mixed: list[dict[str, Any]] = []
@@ -172,26 +171,21 @@ class Results:
     def write(self) -> None:
         """DIR/serving.json, .txt and .png."""
         data = {**self.facts, "rows": [r.as_json() for r in self.rows],
-                "mixed": [serve_bench._finite(r) for r in self.mixed], "soak": self.soak}
-        (self.folder / "serving.json").write_text(json.dumps(data, indent=1) + "\n")
-        with open(self.folder / "serving.txt", "w", encoding="utf-8") as file:
-            console = Console(file=file, width=200)
-            self.print(console)
-            for key, value in self.facts.items():
-                console.print(f"{key}: {value}")
+                "mixed": [serve_bench.finite(r) for r in self.mixed], "soak": self.soak}
+        bench.write(self.folder, "serving", data, self.facts, self.tables())
         if self.rows:
             plot(self.rows, self.folder / "serving.png", str(self.facts.get("title", "")))
 
-    def print(self, console: Console) -> None:
+    def tables(self) -> Iterator[Table | str]:
+        """What was found so far, for people."""
         if self.rows:
-            console.print(serve_bench.table(self.rows, f"{self.facts['title']}: highest rate at 99% within the SLO"))
-            for line in _ratios(self.rows):
-                console.print(line)
+            yield serve_bench.table(self.rows, f"{self.facts['title']}: highest rate at 99% within the SLO")
+            yield from _ratios(self.rows)
         if self.mixed:
-            console.print(mixed_table(self.mixed))
+            yield mixed_table(self.mixed)
         if self.soak:
-            console.print(f"soak, {self.soak['seconds']} s: {self.soak['counts']}; problems: "
-                          f"{self.soak['problems'] or 'none'}; memory grew by {self.soak['growth_mb']} MB")
+            yield (f"soak, {self.soak['seconds']} s: {self.soak['counts']}; problems: "
+                   f"{self.soak['problems'] or 'none'}; memory grew by {self.soak['growth_mb']} MB")
 
 
 def _ratios(rows: Sequence[serve_bench.Row]) -> Iterator[str]:
@@ -248,13 +242,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare(args.kinds.split(","), args.prepare, args.target)
         return 0
     with tempfile.TemporaryDirectory(prefix="tf_stitch_tenants_") as temporary:
-        return _Run(args, Path(temporary), list(sys.argv[1:] if argv is None else argv)).run()
+        return _Run(args, Path(temporary)).run()
 
 
 class _Run:
     """One run of the command: its steps, each of which may fail without harm to the others."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path, command: list[str]) -> None:
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder, self.begin = args, folder, time.perf_counter()
         self.kinds = args.kinds.split(",")
         self.parts = args.parts.split(",")
@@ -262,8 +256,7 @@ class _Run:
         self.mixed_policies = args.mixed_policies.split(",") if "mixed" in self.parts else []
         self.devices = virtual_gpus(len(self.kinds) * args.each, MEMORY_MB)
         title = f"{len(self.kinds) * args.each} tenants ({', '.join(self.kinds)}), SLO {args.slo_ms:.0f} ms"
-        self.results = Results(args.out, {"title": title, **machine(),
-                                          "command": " ".join(["python -m models.serving", *command])})
+        self.results = Results(args.out, {"title": title, **bench.machine()})
         self.failed = 0
 
     def run(self) -> int:
@@ -281,7 +274,9 @@ class _Run:
                 self.step(f"mixed load of {policy}", lambda policy=policy: self.mixed(policy))
         if "soak" in self.parts:
             self.step("soak", self.soak)
-        results.print(Console(width=200))
+        console = Console(width=200)
+        for one in results.tables():
+            console.print(one)
         bad = sum(r.bad for r in results.rows) + sum(r["wrong"] + r["failed"] for r in results.mixed)
         self.say(f"written to {args.out}")
         return int(bad + len(results.soak.get("problems", [])) + self.failed > 0)

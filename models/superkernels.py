@@ -175,10 +175,6 @@ def rows_of(measure: Callable[[str, int, int], dict[str, float]], streams: Seque
     return rows
 
 
-def _geometric_mean(values: Sequence[float]) -> float:
-    return float(np.exp(np.mean(np.log(values))))
-
-
 def ratios(rows: Sequence[dict[str, Any]], streams: int = 64) -> dict[str, dict[str, float]]:
     """How many times faster the superkernel is: by system, of conv2 to conv5 (geometric mean) and each other shape."""
     us = {(r["shape"], r["system"]): r["us"] for r in rows if r["streams"] == streams}
@@ -186,7 +182,8 @@ def ratios(rows: Sequence[dict[str, Any]], streams: int = 64) -> dict[str, dict[
     for system in dict.fromkeys(s for _, s in us if s != "superkernel"):
         each = {name: us[name, system] / us[name, "superkernel"] for name in (*SHAPES, MIXED) if (name, system) in us}
         convs = [each.pop(name) for name in CONVS if name in each]
-        out[system] = {"conv2-conv5": round(_geometric_mean(convs), 2), **{k: round(v, 2) for k, v in each.items()}}
+        faster = {"conv2-conv5": statistics.geometric_mean(convs), **each}
+        out[system] = {k: round(v, 2) for k, v in faster.items()}
     return out
 
 
@@ -211,8 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tf_stitch import bench
 
     found = ratios(rows, 64 if 64 in streams else streams[-1])
-    record = {**bench.machine(), "command": " ".join(["python", "-m", "models.superkernels", *sys.argv[1:]]),
-              "superkernel is faster than": found, "rows": rows}
+    record = {**bench.machine(), "superkernel is faster than": found, "rows": rows}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "h200_superkernels.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(found, indent=1))

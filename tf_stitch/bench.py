@@ -478,16 +478,22 @@ def document(rows: Sequence[Row], facts: dict[str, Any], **more: Any) -> dict[st
 
 def save(document: Mapping[str, Any], folder: Path, name: str, lines: Sequence[str] = ()) -> tuple[Path, Path]:
     """Writes a :func:`document` as NAME.json, and as NAME.txt (the table, facts, then ``lines``); returns the paths."""
+    facts = {k: v for k, v in document.items() if isinstance(v, str | int | float)} | document["versions"]
+    return write(folder, name, document, facts, [table(document)], lines)
+
+
+def write(folder: Path, name: str, data: Any, facts: Mapping[str, Any], tables: Iterable[Any],
+          lines: Sequence[str] = ()) -> tuple[Path, Path]:
+    """Writes NAME.json (``data``) and NAME.txt (the tables, the facts, then ``lines``) and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    data, text = folder / f"{name}.json", folder / f"{name}.txt"
-    data.write_text(json.dumps(document, indent=1) + "\n")
-    facts = [f"{k}: {v}" for k, v in document.items() if isinstance(v, str | int | float)]
-    facts += [f"{k}: {v}" for k, v in document["versions"].items()]
-    with text.open("w") as out:
+    paths = folder / f"{name}.json", folder / f"{name}.txt"
+    paths[0].write_text(json.dumps(data, indent=1) + "\n")
+    with paths[1].open("w", encoding="utf-8") as out:
         console = Console(file=out, width=200)
-        console.print(table(document))
-        console.print("\n".join([*facts, *lines]), highlight=False, soft_wrap=True)
-    return data, text
+        for one in tables:
+            console.print(one)
+        console.print("\n".join([*(f"{k}: {v}" for k, v in facts.items()), *lines]), highlight=False, soft_wrap=True)
+    return paths
 
 
 def profile_table(traced: Trace, title: str, top: int = 15) -> Table:

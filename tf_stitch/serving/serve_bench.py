@@ -53,7 +53,7 @@ class Row:
         """One flat object; null for what is infinite (no answer)."""
         flat = asdict(self)
         figures = flat.pop("outcome") or {}
-        return _finite({**flat, **figures})
+        return finite({**flat, **figures})
 
 
 @dataclass(frozen=True)
@@ -216,12 +216,13 @@ def _line(o: Outcome) -> str:
     return text + (f": {o.first_error[:200]}" if o.first_error else "")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """``value`` for JSON: numbers rounded, None for those that are not finite."""
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {k: finite(v) for k, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def table(rows: Sequence[Row], title: str = "") -> Table:
