@@ -162,7 +162,7 @@ class Direct:
 
 
 def _run(call: int, inputs: list[Any], results: list[Any]) -> bool:
-    code = _library()(call, inputs, results)
+    code = _library().tf_stitch_direct_call(call, inputs, results)
     if code > 0:
         message = runtime.library().tf_stitch_direct_error().decode(errors="replace")
         raise errors_impl.exception_type_from_error_code(code)(None, None, message)
@@ -364,8 +364,8 @@ def _attr(value: Any) -> Any:
 # --- the library ----------------------------------------------------------------------------------------
 
 @functools.cache
-def _library() -> Any:
-    """tf_stitch_direct_call, with the GIL held; connects the library with Python first."""
+def _library() -> ctypes.PyDLL:
+    """The library's functions that want the GIL held; connects the library with Python first."""
     lib = runtime.library()
     lib.tf_stitch_direct_error.restype = ctypes.c_char_p
     lib.tf_stitch_direct_delete.restype = None
@@ -382,23 +382,17 @@ def _library() -> Any:
                  python.PyEval_RestoreThread]
     addresses = (ctypes.c_void_p * len(functions))(*(ctypes.cast(f, ctypes.c_void_p) for f in functions))
     held.tf_stitch_direct_python(addresses)
-    call = held.tf_stitch_direct_call
-    call.restype = ctypes.c_int
-    call.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
-    _library_new.append(held.tf_stitch_direct_new)
-    return call
-
-
-_library_new: list[Any] = []
+    held.tf_stitch_direct_call.restype = ctypes.c_int
+    held.tf_stitch_direct_call.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
+    return held
 
 
 def _new(handle: Any, device: str, node: bytes, kinds: list[int], indices: list[int], fixed: list[Any]) -> int:
-    _library()
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     array = ctypes.c_int * len(kinds)
-    call = _library_new[0](pointer(handle, None), device.encode(), node, len(node), len(kinds), array(*kinds),
-                           array(*indices), fixed)
+    call = _library().tf_stitch_direct_new(pointer(handle, None), device.encode(), node, len(node), len(kinds),
+                                           array(*kinds), array(*indices), fixed)
     if not call:
         raise _No(runtime.library().tf_stitch_direct_error().decode(errors="replace"))
     return call
