@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tf_stitch import bench
+from tf_stitch.serving.model import environment
 
 from . import plots, reference
 from .peers import session
@@ -296,14 +297,8 @@ def fresh_cache() -> Iterator[None]:
 @contextlib.contextmanager
 def cache(folder: str | Path) -> Iterator[None]:
     """Compiled kernels are kept in, and come from, a folder."""
-    old = os.environ.get("TF_STITCH_CACHE")
-    os.environ["TF_STITCH_CACHE"] = str(folder)
-    try:
+    with environment({"TF_STITCH_CACHE": str(folder)}):
         yield
-    finally:
-        os.environ.pop("TF_STITCH_CACHE")
-        if old is not None:
-            os.environ["TF_STITCH_CACHE"] = old
 
 
 def peer_rows(args: argparse.Namespace) -> tuple[list[bench.Row], dict[str, str]]:

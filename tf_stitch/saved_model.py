@@ -115,6 +115,15 @@ def read(folder: Path) -> Any:
     return model
 
 
+def stitched_nodes(model: Any) -> Iterator[Any]:
+    """The StitchedProgram nodes of all graphs and functions of a SavedModel proto."""
+    from .graph.rewriter import OP
+
+    for meta in model.meta_graphs:
+        for nodes in (meta.graph_def.node, *(f.node_def for f in meta.graph_def.library.function)):
+            yield from (n for n in nodes if n.op == OP)
+
+
 def load_inputs(inputs: Inputs | str | os.PathLike[str] | None) -> dict[str, np.ndarray]:
     """Sample inputs as arrays by name.  Raises OptionError when the file cannot be used."""
     if inputs is None:

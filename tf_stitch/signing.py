@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +47,13 @@ def sign_saved_model(folder: str | os.PathLike[str], key: str | os.PathLike[str]
 
     ``key``: a private key as :func:`new_key` writes it.  Raises SigningError, or SavedModelError for the folder.
     """
-    from .saved_model import FINGERPRINT, MODEL, _disk_errors, _fingerprint, read
+    from .saved_model import FINGERPRINT, MODEL, _disk_errors, _fingerprint, read, stitched_nodes
 
     private = _private(Path(key))
     path = Path(folder)
     model = read(path)
     count = 0
-    for node in _stitched(model):
+    for node in stitched_nodes(model):
         node.attr[ATTR].s = private.sign(DOMAIN + node.attr["program"].s)
         count += 1
     if not count:
@@ -76,10 +75,10 @@ def check_saved_model(folder: str | os.PathLike[str], keys: str | os.PathLike[st
 
     Raises SigningError that names the first op that is not signed so.
     """
-    from .saved_model import read
+    from .saved_model import read, stitched_nodes
 
     public = _public(Path(keys))
-    nodes = list(_stitched(read(Path(folder))))
+    nodes = list(stitched_nodes(read(Path(folder))))
     for node in nodes:
         if ATTR not in node.attr or not _signed(node, public):
             said = "signed by none of these keys, or was changed" if ATTR in node.attr else "not signed"
@@ -97,15 +96,6 @@ def _signed(node: Any, keys: list[Any]) -> bool:
         except InvalidSignature:
             continue
     return False
-
-
-def _stitched(model: Any) -> Iterator[Any]:
-    """The StitchedProgram nodes of all graphs and functions."""
-    from .graph.rewriter import OP
-
-    for meta in model.meta_graphs:
-        for nodes in (meta.graph_def.node, *(f.node_def for f in meta.graph_def.library.function)):
-            yield from (n for n in nodes if n.op == OP)
 
 
 def _crypto() -> tuple[Any, Any]:

@@ -77,7 +77,7 @@ def test_signed(keys, unsigned, signed):
 def test_changed_after_signing(keys, signed, tmp_path):
     shutil.copytree(signed, tmp_path / "1")
     model = saved_model.read(tmp_path / "1")
-    for node in signing._stitched(model):
+    for node in saved_model.stitched_nodes(model):
         node.attr["program"].s = node.attr["program"].s.replace(b"by_hand", b"BY_HAND")
     (tmp_path / "1" / saved_model.MODEL).write_bytes(model.SerializeToString())
     outputs, warnings = serve(tmp_path / "1", TF_STITCH_ALLOW="signed", TF_STITCH_KEYS=str(keys / "ours.pub"))

@@ -17,13 +17,14 @@ from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from ..errors import OptionError, SavedModelError
-from ..saved_model import INIT_SIGNATURE, _first_line, read
+from ..graph.rewriter import OP
+from ..saved_model import INIT_SIGNATURE, _first_line, read, stitched_nodes
 
 TAGS = {"serve"}
 INTEGERS, NUMBERS = "iu", "biuf"  # kinds of NumPy's types
 ON_CALLER = -1  # RunOptions.inter_op_thread_pool: the graph runs on the thread that asks
 _versions = itertools.count(1)  # a session's (name, version) must be its own in the process
-_environment = threading.Lock()
+_environment_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,7 @@ def place(graph_def: Any, device: str) -> None:
     """
     library = graph_def.library.function
     nodes = [*graph_def.node, *(n for f in library for n in f.node_def)]
-    fallbacks = {n.attr["fallback"].func.name for n in nodes if n.op == "StitchedProgram"}
+    fallbacks = {n.attr["fallback"].func.name for n in nodes if n.op == OP}
     for node in itertools.chain(graph_def.node, *(f.node_def for f in library if f.signature.name not in fallbacks)):
         if not node.device and node.op != "Placeholder":
             node.device = f"/device:{device}"
@@ -227,10 +228,7 @@ def place(graph_def: Any, device: str) -> None:
 
 def is_stitched(folder: Path) -> bool:
     """True when a SavedModel holds stitched ops.  Raises SavedModelError."""
-    graphs = [m.graph_def for m in read(folder).meta_graphs]
-    nodes: Iterator[Any] = (n for g in graphs for n in itertools.chain(
-        g.node, *(f.node_def for f in g.library.function)))
-    return any(n.op == "StitchedProgram" for n in nodes)
+    return any(True for _ in stitched_nodes(read(folder)))
 
 
 def _config(base: Any, tenant: str, version: int) -> Any:
@@ -246,16 +244,20 @@ def _config(base: Any, tenant: str, version: int) -> Any:
 
 def _new_session(graph: Any, config: Any) -> Any:
     # A run ends when its own results are there, not when everything that others queued on the stream is done.
-    with _environment, _set("TF_SYNC_ON_FINISH", "0"):
+    with _environment_lock, environment({"TF_SYNC_ON_FINISH": os.environ.get("TF_SYNC_ON_FINISH", "0")}):
         return tf.compat.v1.Session(graph=graph, config=config)
 
 
 @contextlib.contextmanager
-def _set(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ.setdefault(name, value)
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """The process's environment has ``values`` until the body ends."""
+    before = {k: os.environ.get(k) for k in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value

@@ -21,6 +21,7 @@ import numpy as np
 from ..errors import StitchError
 from . import load
 from .load import Arrivals, Measured, Outcome
+from .model import environment
 from .policies import Model
 
 START_S, LEAD_S = 180.0, 0.2  # a process's start takes at most; from asking for a load to its beginning
@@ -41,9 +42,9 @@ class ProcessPerModel:
         self._clients = [m.client for m in models]
         self._stack = contextlib.ExitStack()
         try:
-            environment = self._stack.enter_context(_mps()) if mps else {}
+            needed = self._stack.enter_context(_mps()) if mps else {}
             context = multiprocessing.get_context("spawn")
-            with _environment(environment):
+            with environment(needed):
                 self._workers = [self._start(context, m, memory_mb) for m in models]
             for pipe, process in self._workers:
                 _receive(pipe, process)
@@ -145,32 +146,18 @@ def _mps() -> Iterator[dict[str, str]]:
     if control is None:
         raise ProcessError("MPS cannot be started: there is no nvidia-cuda-mps-control.")
     with tempfile.TemporaryDirectory(prefix="tf_stitch_mps_") as folder:
-        environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        started = subprocess.run([control, "-d"], env={**os.environ, **environment}, capture_output=True, text=True,
+        needed = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        started = subprocess.run([control, "-d"], env={**os.environ, **needed}, capture_output=True, text=True,
                                  check=False)
         if started.returncode:
             raise ProcessError(f"MPS cannot be started: {_last_line(started.stderr or started.stdout)}")
         try:
-            yield environment
+            yield needed
         finally:
-            subprocess.run([control], input="quit\n", env={**os.environ, **environment}, capture_output=True, text=True,
+            subprocess.run([control], input="quit\n", env={**os.environ, **needed}, capture_output=True, text=True,
                            check=False, timeout=30)
 
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["it gave no reason"])[-1][:200]
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {k: os.environ.get(k) for k in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import json
 import threading
@@ -78,11 +79,6 @@ def remove_tenant(key: str) -> None:
         _names.discard(key)
 
 
-def drain(timeout_ms: int) -> bool:
-    """Waits until the scheduler holds nothing; False when it still does after ``timeout_ms``."""
-    return _library().tfs_scheduler_drain(timeout_ms) == 0
-
-
 def stats() -> dict[str, Any]:
     """What the scheduler counted; {} where there is none."""
     if not available():
@@ -97,6 +93,7 @@ def stats() -> dict[str, Any]:
         size = need
 
 
+@functools.cache
 def _library() -> ctypes.CDLL:
     lib = runtime.library()
     lib.tfs_scheduler_enable.argtypes = [ctypes.c_char_p]
@@ -105,7 +102,6 @@ def _library() -> ctypes.CDLL:
     lib.tfs_scheduler_remove_tenant.argtypes = [ctypes.c_char_p]
     lib.tfs_scheduler_stats_json.argtypes = [ctypes.c_char_p, ctypes.c_int64]
     lib.tfs_scheduler_stats_json.restype = ctypes.c_int64
-    lib.tfs_scheduler_drain.argtypes = [ctypes.c_int64]
     lib.tfs_scheduler_last_error.restype = ctypes.c_char_p
     return lib
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,8 +86,3 @@ def _key(source: Path, options: Options, verify: bool) -> str:
         h.update(repr((os.fspath(path.relative_to(source)), stat.st_size)).encode())
         h.update(path.read_bytes() if path.name == saved_model.MODEL else str(stat.st_mtime_ns).encode())
     return h.hexdigest()[:40]
-
-
-def clear_cache() -> None:
-    """Removes the stitched copies in the cache folder."""
-    shutil.rmtree(cache_folder() / "models", ignore_errors=True)
