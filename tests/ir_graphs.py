@@ -22,6 +22,7 @@ with contextlib.suppress(ImportError):  # only cases() needs it
     from hypothesis import strategies as st
 
 from tf_stitch.ir import dims as D
+from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.dims import Dim
 from tf_stitch.ir.dtypes import DTYPES
@@ -683,6 +684,15 @@ def random_inputs(graph: Graph, seed: int, sizes: Mapping[str, int] | None = Non
     env = dict(random_sizes(graph, seed) if sizes is None else sizes)
     rng = np.random.default_rng(seed)
     return [_random_array(rng, tuple(D.evaluate(d, env) for d in p.shape), p.dtype, special) for p in graph.params]
+
+
+def reference(graph: Graph, inputs: Sequence[np.ndarray]) -> tuple[dict[str, int], list[np.ndarray]] | None:
+    """Its symbols' values and what the interpreter gives; None for sizes that the graph does not allow."""
+    try:
+        env = graph.bind(inputs)
+        return (env, interp.run(graph, inputs)) if all(guard.holds(env) for guard in graph.guards) else None
+    except (ValueError, IndexError):
+        return None
 
 
 def _random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, special: float) -> np.ndarray:

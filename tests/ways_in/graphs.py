@@ -74,3 +74,7 @@ def by_name(graph_def: Any) -> dict[str, Any]:
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def tensor(*shape: int, seed: int = 0) -> tf.Tensor:
+    return tf.constant(normal(*shape, seed=seed))

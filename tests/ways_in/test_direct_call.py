@@ -14,13 +14,9 @@ from tensorflow.python.framework import op_callbacks
 import tf_stitch
 from tf_stitch import bench, direct_call
 
-from .graphs import normal
+from .graphs import normal, tensor
 
-
-@pytest.fixture(autouse=True)
-def switched_off():
-    yield
-    tf_stitch.disable()
+pytestmark = pytest.mark.usefixtures("switched_off")
 
 
 class Counted:
@@ -42,10 +38,6 @@ def count(monkeypatch):
 
     monkeypatch.setattr(direct_call.Direct, "__call__", spy)
     return counted
-
-
-def tensor(*shape: int, seed: int = 0):
-    return tf.constant(normal(*shape, seed=seed))
 
 
 def check(got, want) -> None:

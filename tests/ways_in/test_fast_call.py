@@ -14,15 +14,11 @@ import tensorflow as tf
 import tf_stitch
 from tf_stitch import fast_call
 
-from .graphs import normal
+from .graphs import normal, tensor
+
+pytestmark = pytest.mark.usefixtures("switched_off")
 
 Pair = namedtuple("Pair", ["a", "b"])
-
-
-@pytest.fixture(autouse=True)
-def switched_off():
-    yield
-    tf_stitch.disable()
 
 
 @pytest.fixture
@@ -37,10 +33,6 @@ def short(monkeypatch):
 
     monkeypatch.setattr(fast_call, "_run", counted)
     return count
-
-
-def tensor(*shape: int, seed: int = 0):
-    return tf.constant(normal(*shape, seed=seed))
 
 
 def same(got, want) -> None:

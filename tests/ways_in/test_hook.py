@@ -18,11 +18,7 @@ from tf_stitch.graph import rewriter
 
 from .graphs import normal
 
-
-@pytest.fixture(autouse=True)
-def switched_off():
-    yield
-    tf_stitch.disable()
+pytestmark = pytest.mark.usefixtures("switched_off")
 
 
 @pytest.fixture

@@ -10,11 +10,7 @@ from tf_stitch import direct_call, fast_call
 
 from .graphs import normal
 
-
-@pytest.fixture(autouse=True)
-def switched_off():
-    yield
-    tf_stitch.disable()
+pytestmark = pytest.mark.usefixtures("switched_off")
 
 
 class Model(tf.Module):
