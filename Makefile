@@ -12,7 +12,7 @@ TEST_JOBS ?= 2
 
 BIN := .venv/bin
 STAMPS := .venv/stamps
-CXX_FILES := $(wildcard custom_ops/*.cc custom_ops/*.h custom_ops/*/*.cc custom_ops/*/*.h tests/*/*.cc)  # the headers of codegen/include are tables
+CXX_FILES := $(wildcard custom_ops/*.cc custom_ops/*.h custom_ops/*/*.cc custom_ops/*/*.h tests/*/*.cc tests/*/*.h)  # the headers of codegen/include are tables
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

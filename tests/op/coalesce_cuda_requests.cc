@@ -1,15 +1,13 @@
 // GPU superkernels over a stand-in for the CUDA driver, whose streams run when they like: a thread takes whatever its
 // events allow, in a random order.  Every answer must equal that of a lone run bit for bit.
 //
-//   coalesce_cuda_requests SEED FILE...     the files hold programs over float32 [n, n], with code for sm_90
+//   coalesce_cuda_requests SEED FILE...     the files hold programs (stand_in_driver.h)
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <fstream>
-#include <iterator>
 #include <mutex>
 #include <random>
 #include <set>
@@ -20,8 +18,7 @@
 #include "../../custom_ops/autotune.h"
 #include "../../custom_ops/coalesce_cuda.h"
 #include "../../custom_ops/cublas_batched.h"
-#include "../../custom_ops/cublas_lt.h"
-#include "../../custom_ops/cudnn.h"
+#include "stand_in_driver.h"
 
 namespace tf_stitch::cuda {
 
@@ -113,20 +110,6 @@ class Gpu {
 
 Gpu* g_gpu;
 
-float* At(uint64_t address) { return reinterpret_cast<float*>(address); }
-void Axpb(const uint64_t* w) {
-  for (uint64_t i = 0; i < w[2]; ++i) At(w[1])[i] = 2 * At(w[0])[i] + 1;
-}
-void Mul(const uint64_t* w) {
-  for (uint64_t i = 0; i < w[3]; ++i) At(w[2])[i] = At(w[0])[i] * At(w[1])[i];
-}
-void Multiply(const float* x, const float* y, float* out, uint64_t n) {
-  for (uint64_t i = 0; i < n * n; ++i) {
-    float sum = 0;
-    for (uint64_t k = 0; k < n; ++k) sum += x[i / n * n + k] * y[k * n + i % n];
-    out[i] = sum;
-  }
-}
 FunctionTag g_axpb{4, false, Axpb}, g_mul{5, false, Mul}, g_axpb_many{4, true, Axpb}, g_mul_many{5, true, Mul};
 bool g_with_many = true;
 std::atomic<bool> g_has_memory{true};
@@ -157,19 +140,9 @@ Result Record(Event e, Stream s) {
 }
 
 Driver Make() {
-  Driver d{};
-  d.GetErrorName = [](Result, const char** s) { return *s = "CUDA_ERROR_FAKE", 0; };
-  d.GetErrorString = [](Result, const char** s) { return *s = "fake", 0; };
-  d.CtxPushCurrent = [](Context) { return 0; };
-  d.CtxPopCurrent = [](Context*) { return 0; };
-  d.CtxGetDevice = [](Device* x) { return *x = 0, 0; };
+  Driver d = DriverOfOneDevice();
   d.CtxSynchronize = [] { return g_gpu->Synchronize(), 0; };
   d.CtxGetStreamPriorityRange = [](int* least, int* greatest) { return *least = 0, *greatest = -5, 0; };
-  d.DeviceGetAttribute = [](int* value, int what, Device) {
-    return *value = what == kComputeCapabilityMajor ? 9 : what == kComputeCapabilityMinor ? 0 : 232448, 0;
-  };
-  d.ModuleLoadDataEx = [](Module*, const void*, unsigned, int*, void**) { return 0; };
-  d.ModuleUnload = [](Module) { return 0; };
   d.ModuleGetFunction = [](Function* f, Module, const char* name) {
     std::string n = name;
     *f = n == "t_axpb" ? &g_axpb : n == "t_mul" ? &g_mul : nullptr;
@@ -177,8 +150,6 @@ Driver Make() {
     if (g_with_many && n == "t_mul_many") *f = &g_mul_many;
     return *f ? 0 : 500;
   };
-  d.FuncGetAttribute = [](int* value, int, Function) { return *value = 0, 0; };
-  d.FuncSetAttribute = [](Function, int, int) { return 0; };
   d.LaunchKernel = Launch;
   d.MemAlloc = [](void** at, size_t bytes) { return *at = malloc(bytes), ++g_gpu->alive, 0; };
   d.MemFree = [](void* at) { return free(at), --g_gpu->alive, 0; };
@@ -223,24 +194,7 @@ Driver Make() {
 
 }  // namespace
 
-const Driver* LoadDriver(std::string*) {
-  static const Driver driver = Make();
-  return &driver;
-}
-std::string Describe(const Driver&, Result) { return "CUDA_ERROR_FAKE (fake)"; }
-
-// Products of [n, n] matrices that write all over their workspace.
-struct Matmul::Impl {
-  uint64_t n;
-};
-Matmul::Matmul() : impl_(std::make_unique<Impl>()) {}
-Matmul::~Matmul() = default;
-std::shared_ptr<const Matmul> Matmul::Get(const MatmulShape& shape, std::string*) {
-  std::shared_ptr<Matmul> out(new Matmul);
-  out->impl_->n = static_cast<uint64_t>(shape.n);
-  return out;
-}
-size_t Matmul::workspace_bytes() const { return 64; }
+// Products write all over their workspace.
 std::string Matmul::Run(const void* lhs, const void* rhs, const void*, void* out, void* workspace,
                         Stream stream) const {
   g_gpu->Enqueue(stream, {[=, n = impl_->n] {
@@ -276,15 +230,6 @@ std::string PointerBatch::Run(const void* const* lhs, const void* const* rhs, vo
   return "";
 }
 
-// The drawn programs hold no convolution.
-struct Convolution::Impl {};
-Convolution::~Convolution() = default;
-std::shared_ptr<const Convolution> Convolution::Get(const ConvShape&, std::string*) { return nullptr; }
-size_t Convolution::workspace_bytes() const { return 0; }
-std::string Convolution::Run(const void*, const void*, const void*, const void*, void*, void*, Stream) const {
-  return "";
-}
-
 }  // namespace tf_stitch::cuda
 
 namespace {
@@ -292,15 +237,7 @@ namespace {
 using namespace tf_stitch;
 using Floats = std::vector<float>;
 
-void Must(bool good, const std::string& what) {
-  if (good) return;
-  fprintf(stderr, "%s\n", what.c_str());
-  _Exit(1);
-}
-
-struct Model {
-  Program program;
-  std::shared_ptr<CudaCode> code;
+struct Model : Loaded {
   std::shared_ptr<Plan> plan;
   CudaPlan* ready;
   std::unique_ptr<CudaWork> work;
@@ -309,36 +246,26 @@ struct Model {
 // A request whose inputs arrive on the device when its stream gets there.
 class Run : public CudaRequest {
  public:
-  Run(const Model& m, std::mt19937_64* rng) : model_(m), outputs(m.program.outputs.size()) {
-    for (uint32_t id : m.program.inputs) {
-      values_.emplace_back(static_cast<size_t>(m.plan->buffer_bytes[id]) / 4);
+  Run(const Model& m, std::mt19937_64* rng) : buffers_(m.program, *m.plan, *m.ready) {
+    for (Floats& x : buffers_.inputs) {
+      values_.emplace_back(x.size() - 1);
       for (float& f : values_.back()) f = static_cast<float>((*rng)() % 5) / 4;
-      inputs_.emplace_back(values_.back().size() + 1, -9.0f);
-    }
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      outputs[i].resize(static_cast<size_t>(m.plan->buffer_bytes[m.program.outputs[i]]) / 4 + 1);
-    }
-    arena_.resize(static_cast<size_t>(m.plan->arena_bytes + m.ready->workspace_bytes()) + 1);
-    for (const Buffer& b : m.program.buffers) {
-      size_t id = static_cast<size_t>(&b - m.program.buffers.data());
-      addresses_.push_back(b.backing == Backing::kInput    ? static_cast<void*>(inputs_[b.backing_index].data())
-                           : b.backing == Backing::kOutput ? static_cast<void*>(outputs[b.backing_index].data())
-                                                           : arena_.data() + m.plan->arena_offset[id]);
+      x.assign(x.size(), -9);
     }
     program = &m.program;
     plan = m.plan;
     ready = m.ready;
     cuda_work = m.work.get();
     Request::work = m.work->work;
-    memory = addresses_.data();
-    workspace = arena_.data() + m.plan->arena_bytes;
+    memory = buffers_.addresses.data();
+    workspace = buffers_.workspace;
     graphs = false;
   }
 
   void Upload(cuda::Stream stream) {
     cuda::g_gpu->Enqueue(stream, {[this] {
                            for (size_t i = 0; i < values_.size(); ++i) {
-                             std::copy(values_[i].begin(), values_[i].end(), inputs_[i].begin());
+                             std::copy(values_[i].begin(), values_[i].end(), buffers_.inputs[i].begin());
                            }
                          }});
   }
@@ -350,9 +277,9 @@ class Run : public CudaRequest {
     std::string error = ready->Run(memory, workspace, stream, false, nullptr, &note);
     Must(error.empty(), error);
     cuda::g_gpu->Synchronize();
-    std::vector<Floats> out = outputs;
-    for (Floats& x : outputs) x.assign(x.size(), -1);
-    for (Floats& x : inputs_) x.assign(x.size(), -9);
+    std::vector<Floats> out = buffers_.outputs;
+    for (Floats& x : buffers_.outputs) x.assign(x.size(), -1);
+    for (Floats& x : buffers_.inputs) x.assign(x.size(), -9);
     return out;
   }
 
@@ -360,8 +287,9 @@ class Run : public CudaRequest {
     Must(!done.exchange(true), "a request is answered twice");
     Must(outcome == Outcome::kCompleted || outcome == Outcome::kCancelled, "a request fails: " + why);
     if (outcome == Outcome::kCancelled) return;
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      Must(!memcmp(outputs[i].data(), want[i].data(), (want[i].size() - 1) * 4), "a request's answer is wrong");
+    for (size_t i = 0; i < buffers_.outputs.size(); ++i) {
+      Must(!memcmp(buffers_.outputs[i].data(), want[i].data(), (want[i].size() - 1) * 4),
+           "a request's answer is wrong");
     }
     completed = true;
   }
@@ -370,15 +298,8 @@ class Run : public CudaRequest {
   std::atomic<bool> done{false}, completed{false};
 
  private:
-  const Model& model_;
-
- public:
-  std::vector<Floats> outputs;
-
- private:
-  std::vector<Floats> values_, inputs_;
-  std::vector<char> arena_;
-  std::vector<void*> addresses_;
+  Memory buffers_;
+  std::vector<Floats> values_;  // of the inputs, but for the element too many
 };
 
 void Serve(const std::vector<Model>& models, int lanes, uint64_t seed) {
@@ -444,16 +365,9 @@ int main(int argc, char** argv) {
     std::vector<Model> models(static_cast<size_t>(argc - 2) * 2);
     for (size_t i = 0; i < models.size(); ++i) {
       Model& m = models[i];
-      std::ifstream file(argv[2 + i / 2], std::ios::binary);
-      std::string data(std::istreambuf_iterator<char>(file), {}), error;
-      Must(ParseProgram(data, &m.program, &error), error);
-      m.code = CudaCode::Load(m.program, nullptr, &error);
-      Must(m.code != nullptr, error);
-      m.plan = MakePlan(m.program, Signature(2 * m.program.inputs.size(), i % 2 ? 5 : 3));
-      Must(m.plan->usable, m.plan->why_not);
-      m.plan->extra = std::make_unique<CudaPlan>(m.program, *m.plan, m.code, false, /*grids=*/true);
+      m.Load(argv[2 + i / 2]);
+      m.plan = m.PlanFor(i % 2 ? 5 : 3, /*grids=*/true);
       m.ready = static_cast<CudaPlan*>(m.plan->extra.get());
-      Must(m.ready->error().empty(), m.ready->error());
       m.work = std::make_unique<CudaWork>(m.program, *m.plan, *m.ready);
     }
     for (int lanes : {1, 3}) Serve(models, lanes, seed + static_cast<uint64_t>(lanes));

@@ -1,7 +1,7 @@
 // Runs programs with the GPU runtime over a stand-in for the CUDA driver, whose kernels are host functions and whose
 // graphs run in a random order that their edges allow.  Replayed results must equal launched ones bit for bit.
 //
-//   replay_graphs SEED FILE...     the files hold programs over float32 [n, n], with code for sm_90
+//   replay_graphs SEED FILE...     the files hold programs (stand_in_driver.h)
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -9,8 +9,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <random>
 #include <sstream>
@@ -20,10 +18,8 @@
 
 #include "../../custom_ops/autotune.h"
 #include "../../custom_ops/counters.h"
-#include "../../custom_ops/cublas_lt.h"
-#include "../../custom_ops/cudnn.h"
 #include "../../custom_ops/grid_table.h"
-#include "../../custom_ops/runtime_cuda.h"
+#include "stand_in_driver.h"
 
 namespace tf_stitch::cuda {
 
@@ -66,22 +62,8 @@ bool Fails() {
   return true;
 }
 
-float* At(uint64_t address) { return reinterpret_cast<float*>(address); }
-
-FunctionTag g_axpb{4, [](const uint64_t* w) {
-                     for (uint64_t i = 0; i < w[2]; ++i) At(w[1])[i] = 2 * At(w[0])[i] + 1;
-                   }};
-FunctionTag g_mul{5, [](const uint64_t* w) {
-                    for (uint64_t i = 0; i < w[3]; ++i) At(w[2])[i] = At(w[0])[i] * At(w[1])[i];
-                  }};
-FunctionTag g_matmul{4, [](const uint64_t* w) {
-                       uint64_t n = w[3];
-                       for (uint64_t i = 0; i < n * n; ++i) {
-                         float sum = 0;
-                         for (uint64_t k = 0; k < n; ++k) sum += At(w[0])[i / n * n + k] * At(w[1])[k * n + i % n];
-                         At(w[2])[i] = sum;
-                       }
-                     }};
+FunctionTag g_axpb{4, Axpb, {}}, g_mul{5, Mul, {}};
+FunctionTag g_matmul{4, [](const uint64_t* w) { Multiply(At(w[0]), At(w[1]), At(w[2]), w[3]); }, {}};
 
 // The problems of a grid kernel, phase by phase, in a random order within a phase; its counters must be at zero.
 void RunGrid(const FunctionTag& grid, const uint64_t* w) {
@@ -175,31 +157,12 @@ Result AddNode(GraphNode* out, Graph graph, Node node) {
 }
 
 Driver Make() {
-  Driver d{};
-  d.GetErrorName = [](Result, const char** s) { return *s = "CUDA_ERROR_FAKE", 0; };
-  d.GetErrorString = [](Result, const char** s) { return *s = "fake", 0; };
-  d.CtxPushCurrent = [](Context) { return 0; };
-  d.CtxPopCurrent = [](Context*) { return 0; };
-  d.CtxGetDevice = [](Device* x) { return *x = 0, 0; };
+  Driver d = DriverOfOneDevice();
   d.CtxSynchronize = [] { return 0; };
-  d.DeviceGetAttribute = [](int* value, int what, Device) {
-    return *value = what == kComputeCapabilityMajor   ? 9
-                    : what == kComputeCapabilityMinor ? 0
-                    : what == kMultiprocessors        ? 4
-                    : what == kCooperativeLaunch      ? 1
-                                                      : 232448,
-           0;
-  };
-  d.ModuleLoadDataEx = [](Module*, const void* bytes, unsigned, int*, void**) {
-    return memcmp(bytes, "fake", 4) ? 200 : 0;
-  };
-  d.ModuleUnload = [](Module) { return 0; };
   d.ModuleGetFunction = [](Function* f, Module, const char* name) {
     *f = FindFunction(name);
     return *f ? 0 : 500;
   };
-  d.FuncGetAttribute = [](int* value, int, Function) { return *value = 0, 0; };
-  d.FuncSetAttribute = [](Function, int, int) { return 0; };
   d.LaunchKernel = [](Function f, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream stream,
                       void** parameters, void**) {
     std::lock_guard<std::mutex> lock(g_mu);
@@ -270,29 +233,12 @@ Driver Make() {
 
 }  // namespace
 
-const Driver* LoadDriver(std::string*) {
-  static const Driver driver = Make();
-  return &driver;
-}
-std::string Describe(const Driver&, Result) { return "CUDA_ERROR_FAKE (fake)"; }
-
 void Note(const std::string& note) {
   fprintf(stderr, "%s\n", note.c_str());
   abort();
 }
 
-// A product of [n, n] matrices that writes all over its workspace.
-struct Matmul::Impl {
-  uint64_t n;
-};
-Matmul::Matmul() : impl_(std::make_unique<Impl>()) {}
-Matmul::~Matmul() = default;
-std::shared_ptr<const Matmul> Matmul::Get(const MatmulShape& shape, std::string*) {
-  std::shared_ptr<Matmul> out(new Matmul);
-  out->impl_->n = static_cast<uint64_t>(shape.n);
-  return out;
-}
-size_t Matmul::workspace_bytes() const { return 64; }
+// Writes all over the workspace.
 std::string Matmul::Run(const void* lhs, const void* rhs, const void*, void* out, void* workspace,
                         Stream stream) const {
   memset(workspace, 7, 64);
@@ -306,51 +252,11 @@ std::string Matmul::Run(const void* lhs, const void* rhs, const void*, void* out
   return "";
 }
 
-// The drawn programs hold no convolution.
-struct Convolution::Impl {};
-Convolution::~Convolution() = default;
-std::shared_ptr<const Convolution> Convolution::Get(const ConvShape&, std::string*) { return nullptr; }
-size_t Convolution::workspace_bytes() const { return 0; }
-std::string Convolution::Run(const void*, const void*, const void*, const void*, void*, void*, Stream) const {
-  return "";
-}
-
 }  // namespace tf_stitch::cuda
 
 namespace {
 
 using namespace tf_stitch;
-
-// A run's memory, as the op lays it out.
-struct Memory {
-  Memory(const Program& p, const Plan& plan, const CudaPlan& ready, std::mt19937_64* rng)
-      : outputs(p.outputs.size()), arena(static_cast<size_t>(plan.arena_bytes + ready.workspace_bytes()) + 1) {
-    for (size_t i = 0; i < p.inputs.size(); ++i) {
-      inputs.emplace_back(static_cast<size_t>(plan.buffer_bytes[p.inputs[i]]) / 4 + 1);
-      for (float& f : inputs.back()) f = static_cast<float>((*rng)() % 5) / 4;
-    }
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      outputs[i].resize(static_cast<size_t>(plan.buffer_bytes[p.outputs[i]]) / 4 + 1);
-    }
-    for (const Buffer& b : p.buffers) {
-      size_t id = static_cast<size_t>(&b - p.buffers.data());
-      addresses.push_back(b.backing == Backing::kInput    ? static_cast<void*>(inputs[b.backing_index].data())
-                          : b.backing == Backing::kOutput ? static_cast<void*>(outputs[b.backing_index].data())
-                                                          : arena.data() + plan.arena_offset[id]);
-    }
-    workspace = arena.data() + plan.arena_bytes;
-  }
-  std::vector<std::vector<float>> inputs, outputs;
-  std::vector<char> arena;
-  std::vector<void*> addresses;
-  void* workspace;
-};
-
-void Must(bool good, const std::string& what) {
-  if (good) return;
-  fprintf(stderr, "%s\n", what.c_str());
-  exit(1);
-}
 
 // Runs with the same and with other addresses; both ways must agree.  Returns how many runs gave up graphs.
 int Check(const Program& program, const Plan& plan, CudaPlan* ready, uint64_t seed) {
@@ -359,7 +265,7 @@ int Check(const Program& program, const Plan& plan, CudaPlan* ready, uint64_t se
   cuda::StreamTag stream;
   std::vector<std::unique_ptr<Memory>> memories;
   for (int run = 0; run < 60; ++run) {
-    if (run < 12 || rng() % 3 == 0) memories.push_back(std::make_unique<Memory>(program, plan, *ready, &rng));
+    if (run < 12 || rng() % 3 == 0) memories.push_back(std::make_unique<Memory>(program, plan, *ready));
     Memory& memory = *memories[memories.size() - 1 - rng() % std::min<size_t>(memories.size(), 1 + run / 10)];
     for (auto& x : memory.inputs) {
       for (float& f : x) f = static_cast<float>(rng() % 5) / 4;
@@ -405,22 +311,16 @@ int main(int argc, char** argv) {
   uint64_t seed = strtoull(argv[1], nullptr, 10);
   int64_t saved = 0;  // launches, by grids
   for (int i = 2; i < argc; ++i) {
-    std::ifstream file(argv[i], std::ios::binary);
-    std::string data(std::istreambuf_iterator<char>(file), {}), error;
-    Program program;
-    Must(ParseProgram(data, &program, &error), error);
-    std::shared_ptr<CudaCode> code = CudaCode::Load(program, nullptr, &error);
-    Must(code != nullptr, error);
+    Loaded loaded;
+    loaded.Load(argv[i]);
+    const Program& program = loaded.program;
     for (int64_t n : {3, 0, 9, 20}) {
-      auto plan = MakePlan(program, Signature(2 * program.inputs.size(), n));
-      Must(plan->usable, plan->why_not);
-      plan->extra = std::make_unique<CudaPlan>(program, *plan, code, false, /*grids=*/n != 9);
-      saved += static_cast<int64_t>(CudaPlan(program, *plan, code, false, false).launches()) -
-               static_cast<int64_t>(static_cast<CudaPlan*>(plan->extra.get())->launches());
+      auto plan = loaded.PlanFor(n, /*grids=*/n != 9);
       auto* ready = static_cast<CudaPlan*>(plan->extra.get());
-      Must(ready->error().empty(), ready->error());
+      saved += static_cast<int64_t>(CudaPlan(program, *plan, loaded.code, false, false).launches()) -
+               static_cast<int64_t>(ready->launches());
       Must(CheckThreads(program, *plan, ready, seed) == 0, "graphs were given up");
-      if (n == 3) CheckFailures(program, *plan, code, seed);
+      if (n == 3) CheckFailures(program, *plan, loaded.code, seed);
     }
   }
   Must(cuda::g_alive == 0, "graphs or streams are left over");
