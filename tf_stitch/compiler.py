@@ -16,11 +16,11 @@ from .codegen.unit import SEPARATOR
 from .fusion.call import LibraryCall
 from .fusion.columns import split_columns
 from .fusion.library import prepare_calls
-from .fusion.planner import Planned, plan_scheduled, view_source
+from .fusion.planner import Planned, plan_scheduled
 from .fusion.split import split_reductions
 from .ir import dims as D
 from .ir.dims import Dim
-from .ir.graph import Graph, Guard, Node
+from .ir.graph import Graph, Guard, Node, view_source
 from .options import Options
 from .program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program, Step
 from .schedule.target import Target, of_options

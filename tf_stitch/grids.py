@@ -44,10 +44,10 @@ def join_steps(program: Program, small: Sequence[bool]) -> tuple[Program, list[G
     order: list[int] = []
     grids: list[Grid] = []
     kernels: dict[str, GridKernel] = {}
-    holders = program.holders()
+    holders, wanted = program.holders(), {name: _blocks_wanted(text) for name, text in _texts(program).items()}
     for run in runs:
         if len(run.steps) > 1:
-            made = _join(program, run, len(order), holders, keeps)
+            made = _join(program, run, len(order), holders, keeps, wanted)
             if made is not None:
                 grids.append(made[0])
                 kernels[made[1].name] = made[1]
@@ -73,7 +73,7 @@ def _keep_operands(program: Program, steps: Sequence[int]) -> tuple[Program, dic
     for kernel, buffers in uses.items():
         constant = [i for i, same in enumerate(zip(*buffers, strict=True))
                     if len(set(same)) == 1 and program.buffers[same[0]].kind == "input"]
-        suits = len(buffers) > 1 and _blocks_wanted(texts.get(kernel, "")) == 1
+        suits = len(buffers) > 1 and _blocks_wanted(texts[kernel]) == 1
         kept = keep_operands(kernel, texts[kernel], constant) if suits else None
         if kept is not None:
             keeping[kernel] = kept
@@ -86,17 +86,19 @@ def _keep_operands(program: Program, steps: Sequence[int]) -> tuple[Program, dic
 
 
 def _join(program: Program, run: Run, first: int, holders: dict[int, int],
-          keeps: dict[str, tuple[int, tuple[int, ...]]]) -> tuple[Grid, GridKernel] | None:
-    """The grid of a run; None when it touches more inputs and outputs than a launch can name."""
+          keeps: dict[str, tuple[int, tuple[int, ...]]], wanted: dict[str, int]) -> tuple[Grid, GridKernel] | None:
+    """The grid of a run; None when it touches more inputs and outputs than a launch can name.
+
+    ``wanted``: how many blocks a kernel wants on a multiprocessor at once, for those that say so.
+    """
     steps = [s for s in (program.steps[i] for i in run.steps) if isinstance(s, KernelStep)]
     bases = tuple(dict.fromkeys(holders[b] for s in steps for b in s.buffers if b in holders))
     if len(bases) >= MAX_BASES:
         return None
     words = max(len(s.buffers) + len(s.dims) for s in steps)
     bodies = tuple(dict.fromkeys(s.kernel for s in steps))
-    texts = _texts(program)
-    wanted = [n for b in bodies if (n := _blocks_wanted(texts.get(b, "")))]
-    kernel = emit_grid(bodies, 1 + len(bases), words, max(wanted, default=2))
+    blocks = max(wanted.get(b, 0) for b in bodies) or 2
+    kernel = emit_grid(bodies, 1 + len(bases), words, blocks)
     return Grid(kernel.name, kernel.bodies, bases, first, tuple(len(p) for p in run.phases),
                 tuple(keeps.get(b, (0, ())) for b in bodies)), kernel
 

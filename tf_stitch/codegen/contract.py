@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..ir.graph import Node
-from ..schedule import rules
+from ..schedule.labels import dot_operands
 from ..schedule.rules import Index
 from .folds import Fold, Product
 from .text import compute_type
@@ -51,14 +51,8 @@ def _product(e: StageEmitter, dtype: str, a: str, b: str) -> str:
 
 def factor(node: Node, k: int, index: Index) -> tuple[Node, Index]:
     """Operand ``k`` of a product, and its index for an index of the product's domain."""
-    x = node.inputs[k]
-    place: list = [0] * x.rank
-    for number, there, here in rules.ties(node):
-        if number == k:
-            place[there] = index[here]
-    for j, a in enumerate(node.attrs["contract"][k]):
-        place[a] = index[node.rank + j]
-    return x, tuple(place)
+    x, labels = dot_operands(node)[k]
+    return x, tuple(index[d] for d in labels if d is not None)
 
 
 def pair(e: StageEmitter, dtype: str, a: str, b: str) -> str | Product:

@@ -22,7 +22,7 @@ from ..schedule.labels import Labels, body_operands, operand_labels, reads
 from ..schedule.products import have_products
 from ..schedule.rules import VIEWS, Index
 from ..schedule.storage import HEAVY
-from ..schedule.tile import guess
+from ..schedule.tile import guess, power_of_two
 from . import contract, tiles
 from .folds import Fold
 from .runs import Runs
@@ -110,10 +110,10 @@ class Loops:
         ext = max(guess(self.box[self.lane][1]), 1)
         others = [d for d in self.loops if d != self.lane and d not in self.stage.folded]
         rows = max(guess(D.product(self.box[d][1] for d in others)), 1)
-        room = 1 << (ext - 1).bit_length()
+        room = power_of_two(ext)
         if self.stage.kind == "fold" and self.lane in self.stage.folded:
             return target.threads if rows == 1 and ext > 2 * target.lanes else min(room, target.lanes)
-        few = target.threads >> (rows - 1).bit_length()  # few rows: more threads for each
+        few = target.threads // power_of_two(rows)  # few rows: more threads for each
         return min(room, max(few, target.lanes))
 
     # --- headers ------------------------------------------------------------------------------------
@@ -574,8 +574,3 @@ def extreme(dtype: str, kind: str) -> str:
         return "false" if kind == "max" else "true"
     limits = finfo(d.numpy) if d.is_float else np.iinfo(d.numpy)
     return literal(np.asarray(limits.min if kind == "max" else limits.max, d.numpy)[()], dtype)
-
-
-def power_of_two(n: int) -> int:
-    """The least power of two that is at least ``n``."""
-    return 1 << (n - 1).bit_length()

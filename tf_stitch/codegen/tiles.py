@@ -18,8 +18,9 @@ from ..ir.graph import Node
 from ..ir.ops import OPS
 from ..schedule import rules
 from ..schedule.labels import body_operands, operand_labels
+from ..schedule.products import is_product
 from ..schedule.rules import Index
-from ..schedule.tile import guess
+from ..schedule.tile import guess, power_of_two
 from . import contract
 from .text import compute_type
 from .values import evaluate, seen
@@ -68,8 +69,7 @@ def plan(loops: Loops) -> Plan | None:
     """How to compute a stage that holds nothing but products with the same loops; None for any other stage."""
     stage, target = loops.stage, loops.e.kernel.target
     nodes = [i.node for i in stage.items]
-    if target.is_host or stage.kind != "fold" or any(n.op != "dot" or i.body is not n or i.copy
-                                                     for i, n in zip(stage.items, nodes, strict=True)):
+    if target.is_host or stage.kind != "fold" or not all(map(is_product, stage.items)):
         return None
     first = nodes[0]
     if any((n.dtype, n.attrs["batch"], n.attrs["contract"]) != (first.dtype, first.attrs["batch"],
@@ -122,7 +122,7 @@ def _split(loops: Loops, row: int | None, column: int | None, outer: Sequence[in
         tile[tile.index(max(tile))] //= 2
     across = contiguous[1] == along or (contiguous[0] == along and sizes[1] == 1)  # the larger operand
     count = others * -(-sizes[0] // tile[0]) * -(-sizes[1] // tile[1])
-    sharing = min(max(threads >> (count - 1).bit_length(), ACROSS if across else 1), _power_below(length))
+    sharing = min(max(threads // power_of_two(count), ACROSS if across else 1), _power_below(length))
     return Split(tile[0], tile[1], sharing, 1 if across else threads // sharing, run)
 
 
@@ -264,18 +264,25 @@ class Tiles:
             if name:
                 self.scopes.line(f"const ts_idx {name} = {f'({at}) * {each}' if each > 1 else at};")
             elif d is not None:
-                offset = self.box[d][0]
-                text = at if offset == 0 else f"{self.e.dim(offset)} + {at}"
-                self.scopes.line(f"const ts_idx i{d} = {text};")
+                self.scopes.line(f"const ts_idx i{d} = {self._shifted(d, at)};")
                 self.scopes.top.symbols.add(f"ts_i{d}")
 
     def _inside(self, d: int, first: str, k: str, each: int) -> str:
         """The index of element ``k`` of a tile along ``d``; the last element again where the tile reaches beyond."""
-        offset, ext = self.box[d]
         at = f"{first} + {k}" if each > 1 else first
-        if not (isinstance(ext, int) and ext % each == 0):
-            at = f"ts_imin({at}, {self.e.dim(ext)} - 1)" if each > 1 else at
+        if self._is_ragged(d, each):
+            at = f"ts_imin({at}, {self.e.dim(self.box[d][1])} - 1)"
+        return self._shifted(d, at)
+
+    def _shifted(self, d: int, at: str) -> str:
+        """The index of what lies at ``at`` of the stage's part of a dim."""
+        offset = self.box[d][0]
         return at if offset == 0 else f"{self.e.dim(offset)} + {at}"
+
+    def _is_ragged(self, d: int, each: int) -> bool:
+        """True when the last tile along a dim may reach beyond its end."""
+        ext = self.box[d][1]
+        return each > 1 and not (isinstance(ext, int) and ext % each == 0)
 
     @contextmanager
     def _along_tile(self, d: int | None, first: str, k: str, each: int) -> Iterator[None]:
@@ -302,7 +309,8 @@ class Tiles:
                 if isinstance(start, int) and isinstance(end, int):
                     self._known_range(acc, start, end - start, batch)
                 else:
-                    self._unknown_range(acc, start, end - start)
+                    rounds = max(self._most() // 2, 1)
+                    self._loop(acc, Range(start, end - start), end - start, rounds, partial=True)
             self._batch(acc, batch)
 
     def _known_range(self, acc: str, start: int, length: int, batch: list[Segment]) -> None:
@@ -323,30 +331,23 @@ class Tiles:
                 batch.clear()
             batch.append(s)
 
-    def _loop(self, acc: str, whole: Range, length: int, rounds: int) -> None:
-        """Folds the first ``length`` elements of a range, some rounds at a time and in pieces where it is long."""
+    def _loop(self, acc: str, whole: Range, length: Dim, rounds: int, partial: bool = False) -> None:
+        """Folds the first ``length`` elements of a range, some rounds at a time and in pieces where it may be long.
+
+        ``partial``: the length is unknown, so no round is known to be whole.
+        """
         step = rounds * self.split.run * self.split.sharing
         piece = max(CHAIN // (rounds * self.split.run), 1) * step
-        if length > piece and self.fold.pairwise:
-            with self.scopes.block(f"TS_STEPS(u, 0, {length}, {piece})"):
-                part = self._sums("p")
-                with self.scopes.block(f"TS_STEPS(s, u, ts_imin({piece}, {length} - u), {step})", ("ts_s",)):
-                    self._batch(part, [Segment(whole, D.symbol("ts_s", 0, None), rounds, False)])
-                self.scopes.line(f"TS_EACH(q, {self.sums}) {acc}[q] += {part}[q];")
-            return
-        with self.scopes.block(f"TS_STEPS(s, 0, {length}, {step})", ("ts_s",)):
-            self._batch(acc, [Segment(whole, D.symbol("ts_s", 0, None), rounds, False)])
-
-    def _unknown_range(self, acc: str, start: Dim, length: Dim) -> None:
-        """Folds a range of unknown length: no round is known to be whole."""
-        rounds = max(self._most() // 2, 1)
-        step = rounds * self.split.sharing
-        piece = max(CHAIN // rounds, 1) * step
+        segment = Segment(whole, D.symbol("ts_s", 0, None), rounds, partial)
         x = self.e.factor(length)
+        if not partial and (not self.fold.pairwise or D.prove_le(length, piece)):
+            with self.scopes.block(f"TS_STEPS(s, 0, {x}, {step})", ("ts_s",)):
+                self._batch(acc, [segment])
+            return
         with self.scopes.block(f"TS_STEPS(u, 0, {x}, {piece})"):
             part = self._sums("p")
             with self.scopes.block(f"TS_STEPS(s, u, ts_imin({piece}, {x} - u), {step})", ("ts_s",)):
-                self._batch(part, [Segment(Range(start, length), D.symbol("ts_s", 0, None), rounds, True)])
+                self._batch(part, [segment])
             self.scopes.line(f"TS_EACH(q, {self.sums}) {acc}[q] += {part}[q];")
 
     def _most(self) -> int:
@@ -440,10 +441,6 @@ class Tiles:
         start = D.substitute(at, {name: offset + here * count})
         return self.e.address(node, place) if D.mod(start, count) == 0 else ""
 
-    def _is_ragged(self, d: int, each: int) -> bool:
-        ext = self.box[d][1]
-        return each > 1 and not (isinstance(ext, int) and ext % each == 0)
-
     def _fold_segment(self, acc: str, segment: Segment, names: Sequence[Sequence[str]]) -> None:
         s = self.split
         with self.scopes.block(f"TS_EACH(g, {segment.rounds})"), ExitStack() as stack:
@@ -471,11 +468,10 @@ class Tiles:
         with self.scopes.block(header, tuple(f"ts_i{d}" for _, d, _, _ in real)), ExitStack() as stack:
             conditions = []
             for first, d, at, each in real:
-                offset, ext = self.box[d]
                 text = f"{first} + {at}" if each > 1 else first
-                if each > 1 and not (isinstance(ext, int) and ext % each == 0):
-                    conditions.append(f"{text} < {self.e.dim(ext)}")
-                self.scopes.line(f"const ts_idx i{d} = {text if offset == 0 else f'{self.e.dim(offset)} + {text}'};")
+                if self._is_ragged(d, each):
+                    conditions.append(f"{text} < {self.e.dim(self.box[d][1])}")
+                self.scopes.line(f"const ts_idx i{d} = {self._shifted(d, text)};")
             if conditions:
                 stack.enter_context(self.scopes.block(f"if ({' && '.join(conditions)})", conditional=True))
             yield f"{k * self.each} + q", self.loops.index

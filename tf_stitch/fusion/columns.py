@@ -45,8 +45,7 @@ def split_columns(graph: Graph, target: Any) -> Graph:
 
     def one(node: Node, inputs: tuple[Node, ...]) -> Node:
         runs = owner.get(node)
-        return Node(node.op, inputs, node.attrs, node.shape, node.dtype, node.origin) if runs is None \
-            else _split(node, inputs, runs)
+        return node.with_inputs(inputs) if runs is None else _split(node, inputs, runs)
 
     return graph.rebuild(one)
 

@@ -35,7 +35,7 @@ def prepare(graph: Graph) -> Graph:
         if node in tails:
             new[node] = _scaled(tails[node], new)
         else:
-            fresh = Node(node.op, inputs, node.attrs, node.shape, node.dtype, node.origin)
+            fresh = node.with_inputs(inputs)
             new[node] = _form(fresh) if node.op == "conv" else fresh
         return new[node]
 

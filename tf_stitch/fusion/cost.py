@@ -18,9 +18,9 @@ from ..ir.dtypes import DTYPES
 from ..ir.graph import Node
 from ..ir.ops import CHEAP, EXPENSIVE, OPS
 from ..schedule.group import Group
+from ..schedule.storage import HEAVY
 
 NOMINAL_DIMS = (4, 256)  # sizes that stand for an unknown dim
-ACCUMULATING = frozenset({"reduce", "arg_reduce", "scan", "dot", "conv", "window"})  # an addition or so per element
 PARTIAL_READS = frozenset({"slice", "gather", "gather_nd"})  # touch only what they return of their first operand
 NOMINAL_CORES = {"host": (2, 8, 64), "cuda": (132,)}
 
@@ -96,7 +96,7 @@ def element_ns(node: Node, machine: Machine) -> float:
     """Time of one evaluation on one core."""
     if node.op == "dot":
         return machine.product_time
-    return machine.op_time.get(CHEAP if node.op in ACCUMULATING else OPS[node.op].cost, machine.op_time[CHEAP])
+    return machine.op_time.get(CHEAP if node.op in HEAVY else OPS[node.op].cost, machine.op_time[CHEAP])
 
 
 def compute_ns(node: Node, machine: Machine, env: Mapping[str, int]) -> float:

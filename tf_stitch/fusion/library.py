@@ -72,7 +72,7 @@ def prepare_calls(graph: Graph, target: Any) -> Graph:
         return graph
 
     def one(node: Node, inputs: tuple[Node, ...]) -> Node:
-        fresh = Node(node.op, inputs, node.attrs, node.shape, node.dtype, node.origin)
+        fresh = node.with_inputs(inputs)
         return prepare(fresh, target) if node.op == "dot" else fresh
 
     return graph.rebuild(one)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..ir.graph import Node
-from .cost import ACCUMULATING
+from ..schedule.storage import HEAVY
 from .partition import Partition, Unit
 
 MOVES = frozenset({"slice", "transpose", "reverse", "pad", "concat", "gather", "gather_nd", "reshape"})
@@ -24,7 +23,7 @@ def phases(parts: Partition, is_product: Callable[[Unit], bool]) -> list[frozens
         by_place.setdefault(place[u], []).append(u)
     found: list[frozenset[Unit]] = []
     for p in sorted(by_place):
-        found.extend(c for c in _connected(parts, by_place[p]) if len(c) > 1 and any(is_product(u) for u in c))
+        found.extend(c for c in connected(parts, by_place[p]) if len(c) > 1 and any(is_product(u) for u in c))
     return found
 
 
@@ -36,7 +35,7 @@ def _places(parts: Partition, order: list[Unit], is_product: Callable[[Unit], bo
     depth: dict[Unit, int] = {}
     for u in order:
         before = max((depth[p] for p in parts.producers(u)), default=0)
-        depth[u] = before + any(n.op in ACCUMULATING for n in u.nodes)
+        depth[u] = before + any(n.op in HEAVY for n in u.nodes)
     place = dict(depth)
     for u in reversed(order):
         readers = {place[c] for c in parts.consumers(u)}
@@ -46,7 +45,7 @@ def _places(parts: Partition, order: list[Unit], is_product: Callable[[Unit], bo
     return place
 
 
-def _connected(parts: Partition, units: Iterable[Unit]) -> list[frozenset[Unit]]:
+def connected(parts: Partition, units: Iterable[Unit]) -> list[frozenset[Unit]]:
     """Weakly connected sets of units, in order."""
     left = dict.fromkeys(units)
     found = []
@@ -62,18 +61,3 @@ def _connected(parts: Partition, units: Iterable[Unit]) -> list[frozenset[Unit]]
                 stack.append(v)
         found.append(frozenset(members))
     return found
-
-
-def repeats_rows(nodes: Iterable[Node], is_light: Callable[[Node], bool]) -> bool:
-    """True when a product that is not light is folded again among ``nodes`` (operands first).
-
-    Each block would then compute all columns of that product for its rows, and read all of its right operand.
-    """
-    whole: set[Node] = set()
-    for n in nodes:
-        below = any(x in whole for x in n.inputs)
-        if below and n.op in ACCUMULATING:
-            return True
-        if below or (n.op == "dot" and not is_light(n)):
-            whole.add(n)
-    return False

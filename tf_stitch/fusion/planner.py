@@ -20,17 +20,17 @@ from typing import Any
 from .. import schedule
 from ..errors import Unschedulable
 from ..ir import dims as D
-from ..ir.graph import Graph, Node
+from ..ir.graph import Graph, Node, view_source
 from ..ir.ops import CHEAP, OPS
 from ..schedule.group import Group
+from ..schedule.products import repeats_rows
 from . import cost, library
 from .partition import ALWAYS_FLOATING, Partition, Unit
-from .phases import phases, repeats_rows
+from .phases import connected, phases
 from .span import spans
 
 ALONE = frozenset({"conv", "window"})  # library-sized work: a kernel of its own
 DOT_INLINE_WORK = 64 * 64 * 64  # multiply-adds of one batch entry up to which a dot may join a group
-VIEWS = frozenset({"reshape"})
 INDEXING = frozenset({"slice", "transpose", "reverse", "pad", "concat", "cast", "select"})
 SLACK = 1.15  # how much more computing a union of many units may do than the units do
 MOST_PRODUCTS = 12  # in one kernel: each is a text of its own, and compilers take long over long functions
@@ -65,13 +65,6 @@ def plan_scheduled(graph: Graph, target: Any, build: Build | None = None) -> lis
 
 def _schedule_build() -> Build:
     return functools.partial(schedule.build, known={})
-
-
-def view_source(node: Node) -> Node:
-    """The node whose memory ``node`` shares: itself, or what a chain of reshapes views."""
-    while node.op in VIEWS:
-        node = node.inputs[0]
-    return node
 
 
 def must_write(graph: Graph) -> list[Node]:
@@ -225,20 +218,8 @@ class Planner:
 
     def regions(self) -> list[frozenset[Unit]]:
         """Weakly connected sets of units, cut at work that stays a kernel of its own."""
-        left = {u for u in self.parts.units if not self.alone(u) and not self._only_shows(u)}
-        found = []
-        while left:
-            seed = min(left, key=lambda u: u.id)
-            left.discard(seed)
-            region, stack = {seed}, [seed]
-            while stack:
-                u = stack.pop()
-                for v in (self.parts.producers(u) | self.parts.consumers(u)) & left:
-                    left.discard(v)
-                    region.add(v)
-                    stack.append(v)
-            found.append(frozenset(region))
-        return found
+        units = [u for u in self.parts.units if not self.alone(u) and not self._only_shows(u)]
+        return connected(self.parts, sorted(units, key=lambda u: u.id))
 
     def _only_shows(self, unit: Unit) -> bool:
         """True for outputs that only pick from other outputs: no group should grow around them."""

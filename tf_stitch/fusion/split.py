@@ -21,7 +21,7 @@ PARTS = (16, 1024)  # how many partial results per result are worth having, if t
 def split_reductions(graph: Graph, target: Any) -> Graph:
     """The same graph with every serial reduction in two steps.  Floats may round differently in the last place."""
     def one(node: Node, inputs: tuple[Node, ...]) -> Node:
-        fresh = Node(node.op, inputs, node.attrs, node.shape, node.dtype, node.origin)
+        fresh = node.with_inputs(inputs)
         return split(fresh, target) if node.op == "reduce" else fresh
 
     return graph.rebuild(one) if any(n.op == "reduce" and is_serial(n, target) for n in graph.nodes()) else graph

@@ -48,6 +48,10 @@ class Node:
         """Number of elements."""
         return D.product(self.shape)
 
+    def with_inputs(self, inputs: Sequence[Node]) -> Node:
+        """A new node, the same but for its operands."""
+        return Node(self.op, inputs, self.attrs, self.shape, self.dtype, self.origin)
+
     def attr_dims(self) -> list[Dim]:
         """The symbolic dims inside the attributes (shape_value, slice starts, padding)."""
         found: list[Dim] = []
@@ -167,6 +171,13 @@ class Graph:
         return self.rebuild(lambda n, inputs: Node(
             n.op, inputs, {k: attr(v) for k, v in n.attrs.items()}, [D.substitute(d, mapping) for d in n.shape],
             n.dtype, n.origin))
+
+
+def view_source(node: Node) -> Node:
+    """The node whose memory ``node`` shares: itself, or what a chain of reshapes views."""
+    while node.op == "reshape":
+        node = node.inputs[0]
+    return node
 
 
 def topological(roots: Iterable[T], operands: Callable[[T], Sequence[T]] = operator.attrgetter("inputs")) -> list[T]:

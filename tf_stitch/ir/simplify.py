@@ -58,7 +58,7 @@ class Simplifier:
         key = (n.op, _unordered(n.op, inputs), attrs_key(n.attrs), n.shape, n.dtype)
         if key not in self._seen:
             unchanged = all(a is b for a, b in zip(inputs, n.inputs, strict=True))
-            fresh = n if unchanged else Node(n.op, inputs, n.attrs, n.shape, n.dtype, n.origin)
+            fresh = n if unchanged else n.with_inputs(inputs)
             self._seen[key] = self._apply(fresh)
         return self._seen[key]
 

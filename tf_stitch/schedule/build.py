@@ -17,7 +17,7 @@ from .domain import domain
 from .group import Group
 from .kernel_schedule import KernelSchedule, Part
 from .labels import Labels, operand_labels
-from .products import have_products
+from .products import have_products, repeats_rows
 from .storage import HEAVY, SOURCES, Storage
 from .target import Target
 from .tile import Schedule, Tags, Tile, candidates, guess, product_tiles
@@ -166,7 +166,7 @@ def _chosen(attempt: Callable[[Tile], Attempt], tiles: Iterable[Tile], primary: 
 
 def _product_tiles(primary: Node, nodes: list[Node], target: Target) -> Iterator[Tile]:
     """Tiles to try for a part with products on a GPU."""
-    yield from product_tiles(primary.shape, target.cores, len(nodes) > MANY_NODES and _is_chain(nodes))
+    yield from product_tiles(primary.shape, target.cores, len(nodes) > MANY_NODES and repeats_rows(nodes))
     yield from itertools.islice(_tiles(primary, nodes, target), FEW_TILES)
 
 
@@ -204,19 +204,6 @@ def _best(attempt: Callable[[Tile], Attempt], tiles: Iterable[Tile], good_enough
     if best is None:
         raise reason
     return best
-
-
-def _is_chain(nodes: Sequence[Node]) -> bool:
-    """True when a product is folded again: a block then needs whole rows of it."""
-    behind: set[Node] = set()
-    for n in nodes:
-        if any(x in behind for x in n.inputs):
-            if n.op in HEAVY:
-                return True
-            behind.add(n)
-        elif n.op == "dot":
-            behind.add(n)
-    return False
 
 
 def _alike(nodes: Sequence[Node], outputs: Sequence[Node], primary: Node) -> Hashable:

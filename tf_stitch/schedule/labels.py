@@ -20,13 +20,15 @@ def body_operands(item: Item) -> list[tuple[Node, Labels]]:
         return [(n.inputs[0], tuple(range(n.inputs[0].rank)))]
     if n.op in ("conv", "window"):
         return [(x, (None,) * x.rank) for x in n.inputs]
-    out = operand_labels(n, identity)
-    if n.op == "dot":
-        for k, axes in enumerate(n.attrs["contract"]):
-            labels = list(out[k][1])
-            for j, a in enumerate(axes):
-                labels[a] = n.rank + j
-            out[k] = (out[k][0], tuple(labels))
+    return dot_operands(n) if n.op == "dot" else operand_labels(n, identity)
+
+
+def dot_operands(dot: Node) -> list[tuple[Node, Labels]]:
+    """The operands of a product with the dims of its domain that index them: the result's, then the contracted ones."""
+    out = []
+    for (x, labels), axes in zip(operand_labels(dot, tuple(range(dot.rank))), dot.attrs["contract"], strict=True):
+        folded = {a: dot.rank + j for j, a in enumerate(axes)}
+        out.append((x, tuple(folded.get(a, d) for a, d in enumerate(labels))))
     return out
 
 

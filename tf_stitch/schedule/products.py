@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..ir.dims import Dim
 from ..ir.dtypes import DTYPES
-from ..ir.graph import Node
-from ..ir.structural import dot_free
+from ..ir.graph import Node, view_source
 from .kernel_schedule import Item, Stage
+from .labels import Labels, dot_operands
+from .storage import HEAVY
 from .target import Target
 
 RATE = 80  # multiply-adds per ns of one multiprocessor, tensor cores not used
@@ -31,6 +32,21 @@ def is_product(item: Item) -> bool:
 def have_products(nodes: Iterable[Node], target: Target) -> bool:
     """True for nodes whose tiles :func:`block_ns` should choose."""
     return not target.is_host and any(n.op == "dot" for n in nodes)
+
+
+def repeats_rows(nodes: Iterable[Node], is_light: Callable[[Node], bool] = lambda n: False) -> bool:
+    """True when a product that is not light is folded again among ``nodes`` (operands first).
+
+    Each block must then compute all columns of that product for its rows, and read all of its right operand.
+    """
+    whole: set[Node] = set()
+    for n in nodes:
+        below = any(x in whole for x in n.inputs)
+        if below and n.op in HEAVY:
+            return True
+        if below or (n.op == "dot" and not is_light(n)):
+            whole.add(n)
+    return False
 
 
 def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size: Callable[[Dim], int]) -> float:
@@ -55,24 +71,12 @@ def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size
 
 def _operands(items: Iterable[Item], box: Sequence[int]) -> dict[tuple[Node, int], None]:
     """What products read, with the bytes that a block fetches of it."""
-    return dict.fromkeys((_viewed(x), _bytes(i.node, k, box)) for i in items for k, x in enumerate(i.node.inputs))
+    return dict.fromkeys((view_source(x), _bytes(x, labels, box)) for i in items for x, labels in dot_operands(i.node))
 
 
-def _viewed(x: Node) -> Node:
-    while x.op == "reshape":
-        x = x.inputs[0]
-    return x
-
-
-def _bytes(dot: Node, k: int, box: Sequence[int]) -> int:
-    """Bytes of operand ``k`` in a box of the product's domain, short runs as long ones."""
-    x = dot.inputs[k]
-    batch, contract = dot.attrs["batch"][k], dot.attrs["contract"][k]
-    free = dot_free(x.rank, batch, contract)
-    first = len(batch) + (dot.rank - len(batch) - len(free) if k else 0)
-    loop = {**{a: j for j, a in enumerate(batch)}, **{a: first + j for j, a in enumerate(free)},
-            **{a: dot.rank + j for j, a in enumerate(contract)}}
-    extents = [box[loop[a]] for a in range(x.rank)]
+def _bytes(x: Node, labels: Labels, box: Sequence[int]) -> int:
+    """Bytes of an operand in a box of the product's domain, short runs as long ones."""
+    extents = [box[d] for d in labels if d is not None]
     each = DTYPES[x.dtype].size
     run = max(extents[-1] if extents else 1, 1) * each
     return math.prod(extents) * each * max(1, RUN // run)

@@ -15,7 +15,7 @@ from .kernel_schedule import OUT, SHARED, Item, RowChain, Stage
 from .labels import Labels, reads
 from .storage import SOURCES
 from .target import Target
-from .tile import guess
+from .tile import guess, power_of_two
 
 USUAL = 32  # elements of a row that a thread has at most, unless the row needs more: enough loads in flight
 SHORT = 32  # rows shorter than this stay in the general form
@@ -140,14 +140,9 @@ def _lanes(first: Stage, widest: int, room: int, target: Target) -> tuple[int, i
     neighbours = math.gcd(size, WIDE // widest)
     runs = size // neighbours
     rows = max(guess(D.product(ext for _, ext in first.box[:-1])), 1)
-    least = max(-(-size // min(max(room, 1), USUAL)), target.threads >> (rows - 1).bit_length(),
+    least = max(-(-size // min(max(room, 1), USUAL)), target.threads // power_of_two(rows),
                 SEGMENT // (neighbours * widest), 1)
-    lanes = min(_power(least), _power(runs), target.lanes)
+    lanes = min(power_of_two(least), power_of_two(runs), target.lanes)
     if least > target.lanes and 2 * runs >= target.threads:
         lanes = target.threads  # a warp or all of the block: what lies between would need barriers of its own
     return lanes, neighbours, -(-runs // lanes) * neighbours
-
-
-def _power(n: int) -> int:
-    """The least power of two that is at least ``n``."""
-    return 1 << (n - 1).bit_length()

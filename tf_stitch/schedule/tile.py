@@ -91,6 +91,11 @@ def guess(d: Dim) -> int:
     return D.evaluate(d, env)
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
 def axes_of(shape: Shape, tile: Tile) -> list[Axis | None]:
     """The axis of every dim; None where the block owns the whole dim."""
     numbers = itertools.count()
@@ -166,7 +171,7 @@ def product_tiles(shape: Shape, cores: int, whole_rows: bool = False) -> Iterato
             continue
         across = 1 if panel is None else -(-guess(columns) // panel)
         share = max(-(-rows * across // cores), 1)
-        chunk = 1 << (share - 1).bit_length()
+        chunk = power_of_two(share)
         for many in sorted({chunk, min(2 * chunk, rows), min(max(chunk, FEW_ROWS), rows)}):
             yield (*_rows(lead, many), panel)
 
