@@ -172,7 +172,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     Place own;
     Place& place = held ? *held->place() : own;
     std::string error;
-    if (!CopyInputs(ctx, stream, &place, &error)) return Finish(ctx, error);
+    if (!CopyInputs(ctx, stream, &place, &error)) return error.empty() ? Ended::kNot : Finish(ctx, error);
     StitchedNode::Memory& memory = place.memory;
     if (!node_.Allocate(ctx, *plan, plan->arena_bytes + ready->workspace_bytes(), &memory)) return Ended::kNot;
     if (ready->Misaligned(memory.addresses.data())) {
@@ -247,7 +247,8 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
   }
 
   // Fills the place's inputs, with copies of those that lie in host memory and are used on the device, and of those
-  // that do not begin where wide accesses can (a slice of a larger tensor may not).
+  // that do not begin where wide accesses can (a slice of a larger tensor may not).  False when memory is short, or
+  // with an `error`.
   bool CopyInputs(OpKernelContext* ctx, cuda::Stream stream, Place* place, std::string* error) const {
     std::vector<uint32_t> misaligned;
     for (int i = 0; i < ctx->num_inputs(); ++i) {
@@ -264,8 +265,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     for (uint32_t i : misaligned) {
       const Tensor& from = ctx->input(static_cast<int>(i));
       Tensor to;
-      absl::Status status = ctx->allocate_temp(from.dtype(), from.shape(), &to);
-      if (!status.ok()) return *error = std::string(status.message()), false;
+      if (!ctx->allocate_temp(from.dtype(), from.shape(), &to).ok()) return false;
       cuda::Result result = code_->driver().MemcpyDtoDAsync(to.data(), from.data(), from.TotalBytes(), stream);
       if (result) return *error = CannotCopy(result, i), false;
       place->copies.push_back(std::move(to));
@@ -284,7 +284,8 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
       total += (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
     }
     Tensor all;
-    absl::Status status = ctx->allocate_temp(tensorflow::DT_UINT8, tensorflow::TensorShape({total}), &all);
+    if (!ctx->allocate_temp(tensorflow::DT_UINT8, tensorflow::TensorShape({total}), &all).ok()) return false;
+    absl::Status status;
     std::vector<char> bytes(static_cast<size_t>(total));
     for (size_t k = 0; k < copied_.size() && status.ok(); ++k) {
       const Tensor& from = ctx->input(static_cast<int>(copied_[k]));

@@ -1,29 +1,32 @@
-"""What must hold on a GPU, in one command: kernels against the interpreter, workloads against TensorFlow, a benchmark.
+"""What must hold on a GPU, in one command: tests, kernels against the interpreter, workloads against TensorFlow, a
+benchmark.
 
     python -m models.gpu_check [--out DIR] [--minutes 8.5] [--parts tests,sanitize,kernels,workloads,bench,...]
 
-Parts: ``tests`` pytest on tests/gpu, file by file; ``sanitize`` compute-sanitizer on random graphs; ``kernels`` random
-graphs against the interpreter; ``workloads`` stitched against TensorFlow; ``bench`` TensorFlow, XLA and stitched, the
-batch known and unknown; ``dynamic`` one rewrite for many batch sizes; ``restart`` a second process with a full cache;
-``peers`` JAX and PyTorch.  Each runs in a process of its own and writes DIR/PART.json after every step; a process that
-dies is started again behind the step that killed it, and a second run goes on where the first one ended.  At the end
-DIR/results.json and .txt (tables, promises kept or not) and plots are made of all that is known.
+Parts: ``tests`` pytest on tests/gpu; ``kernels`` every primitive and random graphs against the interpreter;
+``sanitize`` some of them under compute-sanitizer; ``workloads`` stitched against TensorFlow; ``bench`` TensorFlow, XLA
+and stitched, the batch known and unknown; ``dynamic`` one rewrite for many batch sizes; ``restart`` a second process
+with a full cache; ``peers`` JAX and PyTorch.  Each runs in a process of its own and writes DIR/PART.json after every
+step; a process that dies is started again behind the step that killed it, and a second run goes on where the first one
+ended.  At the end DIR/summary.txt, DIR/results.json and .txt (tables, promises kept or not) and plots are made of all
+that is known.
 """
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from . import reference
 
@@ -35,8 +38,10 @@ WEIGHTS = {"tests": 1.5, "sanitize": 1.0, "kernels": 1.0, "workloads": 1.0, "mem
 PARTS = tuple(WEIGHTS)
 ROOT = Path(__file__).resolve().parents[1]
 CHUNKS, PER_CHUNK = 12, 25
+FOR_THE_LAST_S = 50  # of the tests part: for tests that run alone
 WRONG = 1e-4  # of an output's largest value, without TF32
 FATAL = ("CUDA_ERROR", "cuMemcpy", "cuLaunch", "cuCtx", "illegal memory", "launch failed", "Cuda")
+TYPES = "float32,float16,bfloat16,float64,int32,int64,uint8,bool"
 FLOATS = (("float32", "float64", "float16", "bfloat16"), ("float32",), ("float16",), ("bfloat16",))
 
 
@@ -84,31 +89,64 @@ def _short(result: dict[str, Any]) -> str:
 # --- tests and sanitizers --------------------------------------------------------------------------
 
 def tests(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The tests that need a GPU, file by file."""
-    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
-        yield path.name, lambda path=path: _pytest(path, args.end)
+    """The tests that need a GPU: side by side those that may be, then those that measure the GPU's memory."""
+    yield "side by side", lambda: _pytest(args, "gpu and not alone", args.workers, args.end - FOR_THE_LAST_S)
+    yield "alone", lambda: _pytest(args, "gpu and alone", 0, args.end)
 
 
-def _pytest(path: Path, end: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", str(path), "-p", "no:cacheprovider", "-rf", "--tb=short"]
-    done = subprocess.run(command, cwd=ROOT, text=True, check=False, timeout=max(20.0, end - time.time()),
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    count = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout[-400:])}
-    if done.returncode or not count.get("passed"):
-        raise AssertionError(f"{count} {done.stdout[-1500:]}")
-    return count
+def _pytest(args: argparse.Namespace, marks: str, workers: int, end: float) -> dict[str, Any]:
+    """Counts of a pytest run; names and reasons of what failed and what was skipped are in ``what``.
+
+    Its own output is added to pytest.log beside the results.  Raises when there is no report of it.
+    """
+    with tempfile.TemporaryDirectory() as folder, (args.out / "pytest.log").open("a") as log:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", *args.tests.split(","), "-m", marks, "-n", str(workers), "-rfs",
+                   "-v", "--tb=short", "--durations=15", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            process.wait(max(20.0, end - time.time()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # it still reports what it did
+            process.wait(15)
+        if not report.exists():
+            raise AssertionError(f"pytest ended with exit status {process.returncode} and no report")
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "what": []}
+    if process.returncode not in (0, 1, 5):  # done, with failures, no such tests
+        found["what"].append(f"pytest did not run all tests: exit status {process.returncode}")
+        found["failed"] += 1
+    for case in cases:
+        kind, message = _outcome(case)
+        found[kind] += 1
+        if kind != "passed":
+            found["what"].append(f"{kind}: {case.get('classname')}::{case.get('name')}: {message[:400]}")
+    return found
+
+
+def _outcome(case: ElementTree.Element) -> tuple[str, str]:
+    """How a test of a JUnit report ended, and why."""
+    for tag, kind in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+        found = case.find(tag)
+        if found is not None:
+            return kind, " ".join((found.get("message") or "").split())
+    return "passed", ""
 
 
 def sanitize(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Random graphs under compute-sanitizer's tools."""
+    """Kernels under compute-sanitizer's tools."""
     for tool in ("memcheck", "racecheck"):
         yield tool, lambda tool=tool: _sanitized(tool, args)
 
 
 def _sanitized(tool: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What a tool finds in two chunks of random graphs.  Raises when it finds anything, or a result is wrong."""
+    """What a tool finds in primitives of three types and four chunks of random graphs.
+
+    Raises when it finds anything, or a result is wrong.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        check = ["-m", "models.gpu_check", f"--out={folder}", "--minutes=2", "--parts=kernels", "--chunks=2"]
+        check = ["-m", "models.gpu_check", f"--out={folder}", "--minutes=4", "--parts=kernels", "--chunks=4",
+                 "--types=float32,bfloat16,int32"]
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all",
                    sys.executable, *check]
         done = subprocess.run(command, cwd=ROOT, text=True, check=False, timeout=max(20.0, args.end - time.time()),
@@ -121,46 +159,58 @@ def _sanitized(tool: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"compared": compared, "wrong": wrong, "summary": "; ".join(said)}
 
 
-# --- kernels: random graphs against the interpreter ------------------------------------------------
+# --- kernels: primitives and random graphs against the interpreter ------------------------------------------------
 
 def kernels(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Chunks of random graphs; the compilers of later chunks run while earlier ones are checked."""
+    """Every primitive, then chunks of random graphs; later compilers run while earlier kernels are checked."""
+    from tests.ir_graphs import random_case
+    from tests.primitives import forms
     from tf_stitch.backend import cuda
 
     target = "sm_90" if args.dry else cuda.device_target()
     pool = ThreadPoolExecutor(2 if args.dry else os.cpu_count() or 1)
-    jobs = [pool.submit(_compiled, chunk, target) for chunk in range(args.chunks)]
-    for chunk, job in enumerate(jobs):
-        yield f"chunk {chunk}", lambda chunk=chunk, job=job: _check_chunk(chunk, job, args.dry)
+    steps = []
+    for dtype in filter(None, args.types.split(",")):
+        made = forms(dtype)
+        job = pool.submit(_compiled, [f.graph for f in made], target)
+        steps.append((f"primitives {dtype}", lambda made=made, job=job: _check_forms(made, job, args.dry)))
+    for chunk in range(args.chunks):
+        seeds = range(1000 * chunk, 1000 * chunk + PER_CHUNK)
+        cases = {seed: random_case(seed, float_types=FLOATS[chunk % len(FLOATS)]) for seed in seeds}
+        job = pool.submit(_compiled, [c.graph for c in cases.values()], target)
+        steps.append((f"chunk {chunk}", lambda cases=cases, job=job: _check_cases(cases, job, args.dry)))
+    yield from steps
     pool.shutdown(cancel_futures=True)
 
 
-def _compiled(chunk: int, target: str) -> list[tuple[int, Any, Any]]:
-    from tests.ir_graphs import random_case
+def _compiled(graphs: Sequence[Any], target: str) -> list[Any]:
     from tf_stitch import compiler
-    from tf_stitch.backend import cuda
-    from tf_stitch.schedule.target import CUDA
+    from tf_stitch.options import Options
 
-    floats = FLOATS[chunk % len(FLOATS)]
-    seeds = range(1000 * chunk, 1000 * chunk + PER_CHUNK)
-    cases = [(seed, random_case(seed, float_types=floats)) for seed in seeds]
-    laid = [compiler.lay_out(case.graph, CUDA) for _, case in cases]
-    text = compiler.join_texts([k for _, made in laid for k in made])
-    code = cuda.compile_text(text, (target,)) if text else {}
-    for program, _ in laid:
-        program.code = code
-    return [(seed, case, program) for (seed, case), (program, _) in zip(cases, laid, strict=True)]
+    return compiler.compile_together(graphs, Options(target=f"cuda:{target}"))
 
 
-def _check_chunk(chunk: int, job: Future[list[tuple[int, Any, Any]]], dry: bool) -> dict[str, Any]:
-    from tests.ir_graphs import assert_matches, random_inputs
+def _runner(dry: bool) -> Callable[..., list[Any]]:
     from tf_stitch.backend import cuda, host
+
+    return host.run if dry else cuda.run
+
+
+def _check_forms(made: Sequence[Any], job: Future[list[Any]], dry: bool) -> dict[str, Any]:
+    from tests.primitives import judge
+
+    compared, wrong = judge(zip(made, job.result(), strict=True), _runner(dry))
+    return {"compared": compared, "wrong": len(wrong), "what": wrong}
+
+
+def _check_cases(cases: Mapping[int, Any], job: Future[list[Any]], dry: bool) -> dict[str, Any]:
+    from tests.ir_graphs import assert_matches, random_inputs
     from tf_stitch.errors import GuardFailed
     from tf_stitch.ir import interp
 
-    run = host.run if dry else cuda.run
+    run = _runner(dry)
     compared, wrong = 0, []
-    for seed, case, program in job.result():
+    for (seed, case), program in zip(cases.items(), job.result(), strict=True):
         for trial in range(2):
             inputs = random_inputs(case.graph, seed * 10 + trial)
             try:
@@ -309,17 +359,14 @@ def dynamic_batches(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[]
 
 
 def second_process(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A second process with a full cache; several at a time, each mostly waiting for TensorFlow to start."""
+    """A second process with a full cache; several at a time start TensorFlow."""
     from . import restart
     from .workloads import select
 
-    pool = ThreadPoolExecutor(args.jobs)
     folders = {w.name: args.scratch / "cache" / w.name for w in select(args.workloads)}
-    jobs = {name: pool.submit(restart.second_process, name, folder, False, not folder.exists())
-            for name, folder in folders.items()}
-    for name, job in jobs.items():
-        yield name, job.result
-    pool.shutdown(cancel_futures=True)
+    caches = {name: (folder, not folder.exists()) for name, folder in folders.items()}
+    for name, found in restart.second_processes(caches, jobs=args.jobs):
+        yield name, lambda found=found: found
 
 
 def other_libraries(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -349,22 +396,32 @@ RUN = {"machine": machine, "tests": tests, "sanitize": sanitize, "kernels": kern
 REPORTED = ("bench", "dynamic", "restart", "peers")  # parts whose figures a report of models.report holds
 
 
+# What is said of a step that did not fail, by part.
+DETAILS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "tests": lambda v: f"{v['passed']} passed, {v['failed']} failed, {v['skipped']} skipped, {v['seconds']:.0f} s",
+    "sanitize": lambda v: f"{v['compared']} compared, {v['wrong']} wrong; {v['summary']}",
+    "kernels": lambda v: f"{v['compared']} compared, {v['wrong']} wrong",
+    "workloads": lambda v: f"difference {v['max_difference']:.1e}, {v['stitched_runs']} stitched runs, "
+                           f"{v['fallbacks']} fallbacks",
+    "restart": lambda v: f"first answer after {v['first_answer_s']:.2f} s, of which rewriting {v['rewrite_s']:.2f} s; "
+                         f"{v['fallbacks']} fallbacks",
+}
+
+
 # --- the command -----------------------------------------------------------------------------------
 
 def summary(out: Path, parts: Sequence[str]) -> str:
     """What is known so far, as text."""
-    lines = []
     records = {part: Record(out / f"{part}.json").steps for part in PARTS}
+    facts = Record(out / "machine.json").steps.get("machine", {})
+    lines = [f"{k}: {v}" for k, v in facts.items() if k != "seconds"]
     for part in parts:
         bad = {k: v["error"] for k, v in records[part].items() if "error" in v}
         lines.append(f"{part}: {len(records[part])} steps, {len(bad)} failed")
         lines += [f"  {k}: {v}" for k, v in bad.items()]
-    lines += [f"  {name}: difference {r['max_difference']:.1e}, {r['stitched_runs']} stitched runs, "
-              f"{r['fallbacks']} fallbacks" for name, r in records["workloads"].items() if "error" not in r]
-    checked = [v for v in records["kernels"].values() if "compared" in v]
-    if checked:
-        lines.append(f"  {sum(v['compared'] for v in checked)} compared, {sum(v['wrong'] for v in checked)} wrong")
-        lines += [f"  {line}" for v in checked for line in v["what"]]
+        lines += [f"  {k}: {DETAILS[part](v)}" for k, v in records[part].items()
+                  if part in DETAILS and "error" not in v]
+        lines += [f"  {line}" for v in records[part].values() for line in v.get("what", ())]
     if any(records[p] for p in REPORTED):
         from . import report
 
@@ -385,6 +442,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds of the benchmark")
     parser.add_argument("--round-s", type=float, default=0.03, help="seconds of a round for each system")
     parser.add_argument("--chunks", type=int, default=CHUNKS, help=f"chunks of {PER_CHUNK} random graphs")
+    parser.add_argument("--types", default=TYPES, help="of primitives, comma-separated (default: %(default)s)")
+    parser.add_argument("--tests", default="tests/gpu", help="files of the tests part (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=6, help="of the tests part (default: %(default)s)")
     parser.add_argument("--dynamic", default="rnn,dlrm,lr", help="workloads of the dynamic part")
     parser.add_argument("--all-xla", default="", help="of them those that XLA compiles for every size, in all the time")
     parser.add_argument("--sizes", type=int, default=100, help="batch sizes of the dynamic part, from 1")
@@ -419,19 +479,19 @@ def main(argv: list[str] | None = None) -> int:
         if args.scratch is None:
             args.scratch, argv = Path(folder), [*argv, f"--scratch={folder}"]
         _run_parts(args, argv, end)
-    text = summary(args.out, args.parts.split(","))
+    parts = args.parts.split(",")
+    text = summary(args.out, parts)
     (args.out / "summary.txt").write_text(text)
     print(text, flush=True)
-    return int("failed\n" in text.replace(" 0 failed", "") or (", 0 wrong" not in text and "kernels" in args.parts))
+    steps = [Record(args.out / f"{part}.json").steps for part in parts]
+    return int(any(not s or any("error" in v or v.get("failed") or v.get("wrong") for v in s.values()) for s in steps))
 
 
 def _run_parts(args: argparse.Namespace, argv: Sequence[str], end: float) -> None:
     """Gives each part its share of the time; what one leaves the next ones have."""
     parts = args.parts.split(",")
     command = [sys.executable, "-m", "models.gpu_check", *argv]
-    facts = None
-    if set(parts) & set(REPORTED):
-        facts = subprocess.Popen([*command, "--part=machine", f"--end={end}"])  # beside the first part's start
+    facts = subprocess.Popen([*command, "--part=machine", f"--end={end}"])  # beside the first part's start
     for k, part in enumerate(parts):
         share = WEIGHTS[part] / sum(WEIGHTS[p] for p in parts[k:])
         until = time.time() + (end - time.time()) * share
@@ -445,8 +505,7 @@ def _run_parts(args: argparse.Namespace, argv: Sequence[str], end: float) -> Non
             except subprocess.TimeoutExpired:
                 print("  out of time", flush=True)
                 break
-    if facts:
-        facts.wait()
+    facts.wait()
 
 
 if __name__ == "__main__":

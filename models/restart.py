@@ -4,7 +4,8 @@
 
 For each workload a process rewrites it (which fills the cache where it is empty), then a second process is timed from
 the call that rewrites to the first answer; TensorFlow's start (import, devices, its CUDA libraries) and tracing come
-before the clock.
+before the clock.  Several processes may start at a time (``--jobs``): the clock runs in one of them at a time, once all
+caches are full.
 """
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
+
+from .turns import Turns
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 1.0  # a second process should answer within this time
@@ -30,13 +33,24 @@ def second_process(name: str, cache: Path, dynamic: bool = False, fill: bool = T
     ``cache`` keeps compiled kernels; with ``fill`` a first process makes sure that they are there, and its figures
     are ``cold``.
     """
-    cold = _process(name, cache, dynamic) if fill else None
-    return _process(name, cache, dynamic) | ({"cold": cold} if cold else {})
+    ((_, found),) = second_processes({name: (cache, fill)}, dynamic)
+    return found
 
 
-def _process(name: str, cache: Path, dynamic: bool) -> dict[str, Any]:
+def second_processes(caches: Mapping[str, tuple[Path, bool]], dynamic: bool = False,
+                     jobs: int = 1) -> Iterator[tuple[str, dict[str, Any]]]:
+    """As second_process for each workload's cache; ``jobs`` processes at a time start, one at a time is timed."""
+    with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(jobs) as pool:
+        cold = {n: pool.submit(_process, n, cache, dynamic) for n, (cache, fill) in caches.items() if fill}
+        wait(cold.values())
+        warm = {n: pool.submit(_process, n, cache, dynamic, turns) for n, (cache, _) in caches.items()}
+        for name, job in warm.items():
+            yield name, job.result() | ({"cold": cold[name].result()} if name in cold else {})
+
+
+def _process(name: str, cache: Path, dynamic: bool, turns: str = "") -> dict[str, Any]:
     command = [sys.executable, "-m", "models.restart", "--here", f"--workloads={name}",
-               *(["--dynamic"] if dynamic else [])]
+               *(["--dynamic"] if dynamic else []), *([f"--turns={turns}"] if turns else [])]
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "TF_STITCH_CACHE": str(cache)}
     done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, check=False)
     if done.returncode:
@@ -44,7 +58,7 @@ def _process(name: str, cache: Path, dynamic: bool) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _measure_here(name: str, dynamic: bool) -> dict[str, Any]:
+def _measure_here(name: str, dynamic: bool, turns: Turns) -> dict[str, Any]:
     start = time.perf_counter()
     import tensorflow as tf
 
@@ -61,14 +75,16 @@ def _measure_here(name: str, dynamic: bool) -> dict[str, Any]:
     signature = instance.signature(None if dynamic else workload.batch)
     made = tf_stitch.function(instance.function, input_signature=signature)
     ready = time.perf_counter()
-    made.get_concrete_function()
-    traced = time.perf_counter()
-    for x in tf.nest.flatten(made(*args)):
-        x.numpy()
-    answered = time.perf_counter()
+    with turns.measuring():
+        start_tracing = time.perf_counter()
+        made.get_concrete_function()
+        traced = time.perf_counter()
+        for x in tf.nest.flatten(made(*args)):
+            x.numpy()
+        answered = time.perf_counter()
     rewritten = sum(report.seconds for _, report in hook.reports())
     bench.finish(made(*args))
-    return {"start_s": ready - start, "trace_s": traced - ready, "first_answer_s": answered - traced,
+    return {"start_s": ready - start, "trace_s": traced - start_tracing, "first_answer_s": answered - traced,
             "rewrite_s": rewritten, "fallbacks": runtime.counters().fallbacks}
 
 
@@ -87,18 +103,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="workloads at a time (default: %(default)s)")
     parser.add_argument("--dynamic", action="store_true", help="with an unknown batch size")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.here:
-        print(json.dumps(_measure_here(args.workloads, args.dynamic)))
+        print(json.dumps(_measure_here(args.workloads, args.dynamic, Turns(args.turns))))
         return 0
     from .workloads import select
 
     slow = False
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(args.jobs) as pool:
-        names = [w.name for w in select(args.workloads)]
-        jobs = [pool.submit(second_process, n, args.folder or Path(scratch), args.dynamic) for n in names]
-        for name, job in zip(names, jobs, strict=True):
-            found = job.result()
+    with tempfile.TemporaryDirectory() as scratch:
+        caches = {w.name: (args.folder or Path(scratch), True) for w in select(args.workloads)}
+        for name, found in second_processes(caches, args.dynamic, args.jobs):
             slow |= found.get("first_answer_s", LIMIT_S) >= LIMIT_S
             print(name, json.dumps(found), flush=True)
     return int(slow)

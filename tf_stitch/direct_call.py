@@ -301,7 +301,7 @@ class _Maker:
 
     def _program(self, n: NodeView) -> _Program:
         assert n.proto is not None
-        inputs = [self._input(ref) for ref in n.inputs]
+        inputs = [self._input(ref, n.device) for ref in n.inputs]
         fixed = [given for kind, given in inputs if kind != ARGUMENT]
         places = iter(range(len(fixed)))
         indices = [given if kind == ARGUMENT else next(places) for kind, given in inputs]
@@ -317,12 +317,14 @@ class _Maker:
         self.owned.append(call)
         return _Program(call)
 
-    def _input(self, ref: Ref) -> tuple[int, Any]:
-        """Of a program: an argument's position, a constant's value or a variable's handle."""
+    def _input(self, ref: Ref, device: str) -> tuple[int, Any]:
+        """Of a program on ``device``: an argument's position, a constant's value or a variable's handle."""
         ref = self._source(ref)
         node = self.view[ref[0]]
         given = range(len(self.leaves), len(self.leaves) + len(self.fixed))
         if ref in self.position and self.position[ref] not in given:
+            if node.op != "_Arg" and node.device != device:  # kernels copy nothing between devices
+                raise _No(f"a program reads '{ref[0]}' of another device")
             return ARGUMENT, self.position[ref]
         if node.op == "ReadVariableOp":
             handle = self._constant(self._source(node.inputs[0]))

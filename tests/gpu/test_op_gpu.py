@@ -5,7 +5,6 @@ import concurrent.futures
 import ctypes
 import dataclasses
 import gc
-import itertools
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from tests.gpu.random_programs import Drawn
 from tests.op import programs
 from tests.op.calls import counted, specs_of, stitched
 from tests.op.test_library import DTYPES, FLAGS, SIZES, operands, product
-from tests.op.test_op import axpb_in_tf, chain_in_tf, check, expect_fallback, expect_stitched, floats
+from tests.op.test_op import axpb_in_tf, chain_in_tf, expect_fallback, expect_stitched, floats
 from tf_stitch import runtime
 from tf_stitch.ir.graph import SymbolSource
 from tf_stitch.program import serialize
@@ -350,10 +349,6 @@ def test_off_by_the_environment():
 
 # --- life ------------------------------------------------------------------------------------------
 
-whole_device = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ,
-                                  reason="measures the device's free memory, which other workers change")
-
-
 def free_bytes():
     cuda = ctypes.CDLL("libcuda.so.1")
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -367,7 +362,7 @@ def free_bytes():
     return free.value
 
 
-@whole_device
+@pytest.mark.alone
 def test_unloading_leaves_nothing():
     """Sessions come and go, with code of their own and with graphs; TensorFlow's own pool is taken first."""
     x = floats(64, 64)
@@ -407,13 +402,3 @@ def test_profiler_shows_programs(tmp_path):
     f(floats(5), floats(5))
     tf.profiler.experimental.stop()
     assert any(b"tf_stitch:by_hand" in p.read_bytes() for p in tmp_path.rglob("*.xplane.pb"))
-
-
-@pytest.mark.skipif(len(tf.config.list_physical_devices("GPU")) < 2, reason="one GPU")
-def test_two_gpus():
-    x, y = floats(1000), floats(1000)
-    fs = [function(on_gpu(programs.chain()), chain_in_tf, device=f"/GPU:{i}") for i in (0, 1)]
-    for f, _ in itertools.product(fs, range(6)):
-        expect_stitched(lambda f=f: f(x, y), chain_in_tf(x, y))
-    assert {f(x, y)[0].device[-5:] for f in fs} == {"GPU:0", "GPU:1"}
-    check(fs[1](x, y), fs[0](x, y))
