@@ -532,11 +532,29 @@ def test_place_keeps_devices():
     assert [(n.name, n.device) for n in graph_def.node] == [("pinned", "/device:CPU:0"), ("free", "/device:GPU:1")]
 
 
-def test_tenants_are_spread_over_gpus(session, monkeypatch):
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["a", "b"])
-    assert [session._next_device() for _ in range(3)] == ["GPU:0", "GPU:1", "GPU:0"]
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["a"])
-    assert session._next_device() == ""
+@pytest.mark.parametrize("device", ["GPU:7", "gpu:0", "CPU", "/CPU:0"])
+def test_a_device_that_is_not_there_is_refused(session, device):
+    """TensorFlow would run the model on the CPU without a word."""
+    with pytest.raises(OptionError, match=f"There is no device '{device}'; there are CPU:0"):
+        session.add("a", scaled(2.0), device=device)
+    assert session.tenants == []
+    session.add("a", scaled(2.0), device="CPU:0")
+
+
+def test_devices_are_those_of_the_config():
+    config = tf.compat.v1.ConfigProto(device_count={"CPU": 2})
+    with tf_stitch.StitchSession(threads=2, config=config) as session:
+        session.add("a", scaled(2.0), device="CPU:1")
+        check(session.run("a", rows(0)), 2.0, rows(0))
+        with pytest.raises(OptionError, match="there are CPU:0, CPU:1"):
+            session.add("b", scaled(2.0), device="CPU:2")
+
+
+@pytest.mark.parametrize(("devices", "placed"), [(["CPU:0", "GPU:0", "GPU:1"], ["GPU:0", "GPU:1", "GPU:0"]),
+                                                 (["CPU:0", "GPU:0"], ["", "", ""])])
+def test_tenants_are_spread_over_gpus(session, monkeypatch, devices, placed):
+    monkeypatch.setattr("tf_stitch.serving.session.devices", lambda config: devices)
+    assert [session._device(None) for _ in range(3)] == placed
 
 
 # --- the scheduler ----------------------------------------------------------------------------------

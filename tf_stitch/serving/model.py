@@ -226,6 +226,12 @@ def place(graph_def: Any, device: str) -> None:
             node.device = f"/device:{device}"
 
 
+def devices(config: Any) -> list[str]:
+    """The devices that served models may be placed on ("CPU:0", "GPU:1"), where sessions start from ``config``."""
+    with _new_session(tf.Graph(), _config(config, "", 0)) as session:
+        return [d.name.rpartition("device:")[2] for d in session.list_devices()]
+
+
 def is_stitched(folder: Path) -> bool:
     """True when a SavedModel holds stitched ops.  Raises SavedModelError."""
     return any(True for _ in stitched_nodes(read(folder)))

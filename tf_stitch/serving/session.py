@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -24,7 +25,7 @@ from ..errors import OptionError, SavedModelError
 from ..options import Options
 from . import scheduler
 from .dispatcher import Dispatcher, Tenant
-from .model import ServedModel, is_stitched
+from .model import ServedModel, devices, is_stitched
 from .recording import Recorder
 from .sources import save_function, stitched_copy
 from .v1 import V1Session
@@ -67,7 +68,7 @@ class StitchSession:
         """
         Args:
           coalesce: pack the kernels of concurrent requests into superkernels, through the op library's scheduler
-            (None: where TensorFlow sees a GPU and the library has one).
+            (None: where TensorFlow sees a GPU).
           threads: requests that run at once, of all tenants together.
           reserve: threads that best-effort requests leave free (None: a quarter of them).
           scheduler_options: what tfs_scheduler_enable takes; see docs/session.md.
@@ -75,14 +76,14 @@ class StitchSession:
           config: a tf.compat.v1.ConfigProto that every tenant's session starts from.
           metrics_port: serve Prometheus metrics on this port (0: any free one; see ``metrics_port``).
 
-        Raises OptionError, LibraryError; SchedulerError when coalescing was asked for and there is no scheduler.
+        Raises OptionError, LibraryError; SchedulerError when the scheduler refuses its options.
         """
         if threads < 1 or (reserve is not None and not 0 <= reserve < threads):
             raise OptionError("StitchSession needs at least one thread, and a reserve smaller than 'threads'.")
         runtime.load()
         _grow_memory()
         gpus = tf.config.list_physical_devices("GPU")
-        self.coalesce = bool(gpus) and scheduler.available() if coalesce is None else coalesce
+        self.coalesce = bool(gpus) if coalesce is None else coalesce
         self._options = Options.of(options)
         if self.coalesce:  # kernels that concurrent requests can share
             self._options = replace(self._options, superkernels=True)
@@ -141,8 +142,8 @@ class StitchSession:
             self._check_open()
             if name in self._tenants or name in self._adding:
                 raise OptionError(f"Tenant '{name}' is there already; swap() gives it another version of its model.")
+            device = self._device(device)
             self._adding.add(name)
-            device = self._next_device() if device is None else device
         try:
             with contextlib.ExitStack() as undo:
                 key = scheduler.add_tenant(name) if self.coalesce else name
@@ -354,12 +355,21 @@ class StitchSession:
         finally:
             shutil.rmtree(own, ignore_errors=True)
 
-    def _next_device(self) -> str:
-        gpus = len(tf.config.list_physical_devices("GPU"))
-        if gpus < 2:
+    @functools.cached_property
+    def _devices(self) -> list[str]:
+        return devices(self._config)
+
+    def _device(self, wanted: str | None) -> str:
+        """Where the next model goes: what is wanted, else the next GPU of several, else "" (TensorFlow chooses)."""
+        if wanted is not None:
+            if wanted and wanted not in self._devices:  # TensorFlow would place its nodes on the CPU
+                raise OptionError(f"There is no device '{wanted}'; there are {', '.join(self._devices)}.")
+            return wanted
+        gpus = [d for d in self._devices if d.startswith("GPU:")]
+        if len(gpus) < 2:
             return ""
         self._placed += 1
-        return f"GPU:{(self._placed - 1) % gpus}"
+        return gpus[(self._placed - 1) % len(gpus)]
 
     def _tenant(self, name: str) -> Tenant:
         tenant = self._tenants.get(name)
