@@ -372,7 +372,7 @@ def _library() -> ctypes.PyDLL:
     lib.tf_stitch_direct_error.restype = ctypes.c_char_p
     lib.tf_stitch_direct_delete.restype = None
     lib.tf_stitch_direct_delete.argtypes = [ctypes.c_void_p]
-    held = ctypes.PyDLL(str(runtime.LIBRARY))
+    held = runtime.python_library()
     held.tf_stitch_direct_new.restype = ctypes.c_void_p
     ints = ctypes.POINTER(ctypes.c_int)
     held.tf_stitch_direct_new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t,

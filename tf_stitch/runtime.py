@@ -88,10 +88,35 @@ def _load() -> Any:
     return module
 
 
+class _ByName:
+    """Functions of the op library, whose absence is an error that tells what to do."""
+
+    def __getitem__(self, name: Any) -> Any:
+        try:
+            return super().__getitem__(name)  # type: ignore[misc]
+        except AttributeError:
+            raise LibraryError(f"tf_stitch's op library is older than its Python (it has no '{name}'); run 'make "
+                               "build' in its source tree, or install tf_stitch again.") from None
+
+
+class _Library(_ByName, ctypes.CDLL):
+    pass
+
+
+class _PythonLibrary(_ByName, ctypes.PyDLL):
+    pass
+
+
+@functools.cache
+def python_library() -> ctypes.PyDLL:
+    """The op library's functions that want Python's lock held.  Raises LibraryError."""
+    return _PythonLibrary(str(LIBRARY))
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The op library's plain C functions."""
-    lib = ctypes.CDLL(str(LIBRARY))
+    """The op library's plain C functions.  Raises LibraryError."""
+    lib = _Library(str(LIBRARY))
     lib.tf_stitch_built_for.restype = ctypes.c_char_p
     lib.tf_stitch_host_target.restype = ctypes.c_char_p
     lib.tf_stitch_set_compiler.restype = None

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
 from tf_stitch import doctor, runtime
+from tf_stitch.backend import host
 
 
 def findings():
@@ -73,6 +75,17 @@ def test_library_that_cannot_be_loaded(other_library):
     other_library.with_suffix(".json").write_text(json.dumps({"tensorflow": tf.__version__}))
     with pytest.raises(runtime.LibraryError, match="cannot be loaded"):
         runtime.load()
+
+
+def test_library_that_is_older_than_its_python(other_library):
+    """A source tree that was updated and not built again."""
+    source = other_library.with_suffix(".cc")
+    source.write_text('extern "C" const char* tf_stitch_built_for() { return ""; }')
+    subprocess.run([*host.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(other_library)], check=True)
+    with pytest.raises(runtime.LibraryError, match=r"older than its Python \(it has no 'tf_stitch_\w+'\); run 'make"):
+        runtime.library.__wrapped__()
+    with pytest.raises(runtime.LibraryError, match="no 'tf_stitch_direct_new'"):
+        runtime.python_library.__wrapped__().tf_stitch_direct_new  # noqa: B018
 
 
 def test_a_check_that_fails_does_not_stop_the_others(monkeypatch):

@@ -197,10 +197,6 @@ def cache(monkeypatch, tmp_path_factory):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policy_gives_right_answers(policy, models, tmp_path):
-    if policy == "superkernel":
-        pytest.importorskip("tf_stitch.serving.scheduler")
-        if not serve_bench.available(policy):
-            pytest.skip("the op library has no scheduler")
     with open_session(policy, models, Devices(), tmp_path, threads=8) as session:
         futures = [(k, i, session.submit(f"m{k}", {"x": rows(i, 1 + i % 3)})) for i in range(20) for k in (1, 2)]
         for k, i, future in futures:

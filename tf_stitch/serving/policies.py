@@ -25,7 +25,6 @@ import tensorflow as tf
 
 from .. import saved_model
 from ..errors import OptionError
-from . import scheduler
 from .load import Client, Inputs
 from .session import StitchSession
 
@@ -104,7 +103,7 @@ def open_session(policy: str, models: Sequence[Model], devices: Devices, work: P
                  scheduler_options: Mapping[str, Any] | None = None, threads: int = THREADS) -> StitchSession:
     """A session that serves ``models`` in one of the POLICIES, warmed up.  ``work``: a folder for what it makes.
 
-    Raises OptionError for another policy, SchedulerError when the op library cannot coalesce.
+    Raises OptionError for another policy, SchedulerError when the scheduler refuses its options.
     """
     if policy not in POLICIES:
         raise OptionError(f"Policy '{policy}' is not known; use {', '.join((*POLICIES, *OTHERS))}.")
@@ -118,11 +117,6 @@ def open_session(policy: str, models: Sequence[Model], devices: Devices, work: P
         session.close(0)
         raise
     return session
-
-
-def available(policy: str) -> bool:
-    """False for "superkernel" where the op library has no scheduler."""
-    return policy != "superkernel" or scheduler.available()
 
 
 def _add(session: StitchSession, policy: str, index: int, model: Model, devices: Devices, work: Path) -> None:

@@ -22,20 +22,13 @@ class SchedulerError(StitchError):
     """The op library's scheduler refused what it was asked for."""
 
 
-def available() -> bool:
-    """True when the op library has the scheduler."""
-    return hasattr(runtime.library(), "tfs_scheduler_enable")
-
-
 def acquire(options: Mapping[str, Any]) -> None:
     """Turns coalescing on for the process, or joins those that have.
 
-    Raises OptionError when they did so with other options, SchedulerError when it cannot be had.
+    Raises OptionError when they did so with other options, SchedulerError when it refuses them.
     """
     global _users, _options
     runtime.load()
-    if not available():
-        raise SchedulerError("The op library has no scheduler; build it again ('make build'), or use coalesce=False.")
     with _lock:
         if _users and dict(options) != _options:
             raise OptionError(f"The scheduler runs with the options {_options} already; all sessions of a process "
@@ -80,9 +73,7 @@ def remove_tenant(key: str) -> None:
 
 
 def stats() -> dict[str, Any]:
-    """What the scheduler counted; {} where there is none."""
-    if not available():
-        return {}
+    """What the scheduler counted."""
     lib = _library()
     size = lib.tfs_scheduler_stats_json(None, 0)
     while True:

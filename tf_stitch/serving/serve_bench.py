@@ -16,7 +16,7 @@ from rich.table import Table
 from ..errors import OptionError, StitchError
 from . import load
 from .load import Client, Outcome
-from .policies import OTHERS, POLICIES, Devices, Model, available, expected, open_session, virtual_gpus
+from .policies import OTHERS, POLICIES, Devices, Model, expected, open_session, virtual_gpus
 from .processes import ProcessPerModel
 from .recording import Event, read_trace
 from .search import Found, highest_rate
@@ -109,9 +109,6 @@ def held(rows: Sequence[Row]) -> list[float]:
 
 def _of_policy(policy: str, models: Sequence[Model], plan: Plan, devices: Devices, work: Path, say: Say
                ) -> Iterator[Row]:
-    if not available(policy):
-        yield Row(policy, len(models), skipped="the op library has no scheduler")
-        return
     say(f"{policy}: loading {len(models)} models")
     try:
         server = serve(policy, models, devices, work, plan.scheduler)
