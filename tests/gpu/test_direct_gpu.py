@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tf_stitch
 from tests.ways_in.graphs import normal
-from tests.ways_in.test_direct_call import check, count, rows, switched_off  # noqa: F401 (fixtures)
+from tests.ways_in.test_direct_call import check, count, rows  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.gpu
 
