@@ -1,7 +1,8 @@
-"""Many workloads in the peers: processes compile side by side, then measure one after the other.
+"""Many workloads in the peers: processes compile side by side, as many as there are cores, then one after the other
+measures while nothing else runs.
 
-A row's ``compile_s`` is therefore that of a machine that compiles other workloads too, except for torch's
-"max-autotune": it chooses kernels by timing them, so its processes run one by one.
+A row's ``compile_s`` is therefore that of a machine that compiles other workloads too, and torch's "max-autotune"
+chooses kernels by timing them while others use the GPU; the faster of torch's modes is the row that counts.
 """
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -21,10 +22,14 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[2]
 AUTOTUNED = "max-autotune"
 MODES = {"jax": ("",), "torch": ("reduce-overhead", AUTOTUNED)}
+HEAVY = ("speech", "dien", "birnn", "gpt2", "rnn", "mobilenetv3", "nmt", "bert")  # compile longest, so they start first
+MEASURE_S = 2.0  # what one process takes to measure
+PATIENCE_S = 20.0  # one that takes so long is given up
+TIME_OVER = "not measured: the time was over"
 Row = dict[str, Any]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Process:
     """A peer's process for one workload; what it says on standard error is kept for the note."""
 
@@ -36,16 +41,22 @@ class _Process:
 
     def start(self) -> None:
         self.process = subprocess.Popen(self.command, cwd=ROOT, text=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True)
+                                        stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True,
+                                        env={"TORCHINDUCTOR_COMPILE_THREADS": self.threads(), **os.environ})
+
+    def threads(self) -> str:
+        """Of torch's compiler: the processes together keep the cores busy."""
+        return "4" if self.mode == AUTOTUNED else "1"
 
     def row(self, end: float) -> Row:
         """Lets the process measure, and reads its row; ``end`` is a time.monotonic()."""
         try:
-            text, _ = self.process.communicate("go\n", timeout=max(0.1, end - time.monotonic()))
+            left = min(PATIENCE_S, max(0.1, end - time.monotonic()))
+            text, _ = self.process.communicate("go\n", timeout=left)
             return json.loads(text.splitlines()[-1])
         except subprocess.TimeoutExpired:
             self.kill()
-            return self.missing("not measured: the time was over")
+            return self.missing(TIME_OVER)
         except (ValueError, IndexError):
             self.errors.seek(0)
             said = self.errors.read().strip().splitlines()
@@ -73,50 +84,52 @@ def rows(peers: Sequence[str], workloads: Sequence[str], folder: Path, seconds: 
       rounds, round_s: as the benchmark's.
     """
     end = time.monotonic() + seconds
-    for peer in peers:
-        for mode in MODES[peer]:
-            processes = [_process(peer, w, mode, folder, rounds, round_s) for w in workloads]
-            yield from (_one_by_one if mode == AUTOTUNED else _side_by_side)(processes, end)
+    names = sorted(workloads, key=lambda w: HEAVY.index(w) if w in HEAVY else len(HEAVY))
+    processes = [_process(peer, w, mode, folder, rounds, round_s)
+                 for peer in peers for mode in MODES[peer] for w in names]
+    started: list[_Process] = []
+    try:
+        _compile(processes, started, end)
+        for p in processes:
+            yield p.row(end) if p in started else p.missing(TIME_OVER)
+    finally:
+        for p in started:
+            p.kill()
 
 
 def _process(peer: str, workload: str, mode: str, folder: Path, rounds: int, round_s: float) -> _Process:
     command = [sys.executable, "-m", "models.peers", peer, workload, f"--folder={folder}", f"--rounds={rounds}",
-               f"--round-s={round_s}", *([f"--mode={mode}"] if mode else [])]
-    if mode != AUTOTUNED:
-        command.append("--wait")
+               f"--round-s={round_s}", "--wait", *([f"--mode={mode}"] if mode else [])]
     return _Process(peer, workload, mode, command)
 
 
-def _one_by_one(processes: Sequence[_Process], end: float) -> Iterator[Row]:
-    for p in processes:
-        if time.monotonic() > end:
-            yield p.missing("not measured: the time was over")
-        else:
-            p.start()
-            yield p.row(end)
+def _compile(processes: Sequence[_Process], started: list[_Process], end: float) -> None:
+    """Starts processes, as many at a time as there are cores, until each has compiled or ended.
 
-
-def _side_by_side(processes: Sequence[_Process], end: float) -> Iterator[Row]:
-    """Starts all, waits until each has compiled or ended, then lets them measure in turn."""
-    for p in processes:
-        p.start()
-    try:
-        _wait_for_output([p.process.stdout for p in processes], end)
-        for p in processes:
-            yield p.row(end)
-    finally:
-        for p in processes:
-            p.kill()
-
-
-def _wait_for_output(files: Iterable[Any], end: float) -> None:
-    """Returns when every file has something to read, or at ``end`` (time.monotonic())."""
+    Those that have not when the time to measure the others begins are ended and taken from ``started``.
+    """
+    width = len(os.sched_getaffinity(0))
+    waiting, compiling, start = list(processes), set(), time.monotonic()
     with selectors.DefaultSelector() as selector:
-        for f in files:
-            selector.register(f, selectors.EVENT_READ)
-        while selector.get_map() and time.monotonic() < end:
-            for key, _ in selector.select(timeout=max(0.0, end - time.monotonic())):
+        while waiting or compiling:
+            while waiting and len(compiling) < width:
+                p = waiting.pop(0)
+                p.start()
+                started.append(p)
+                compiling.add(p)
+                selector.register(p.process.stdout, selectors.EVENT_READ, p)
+            left = end - MEASURE_S * (len(started) - len(compiling)) - time.monotonic()
+            if left <= 0:
+                break
+            for key, _ in selector.select(timeout=left):
+                p = key.data
                 selector.unregister(key.fileobj)
+                compiling.remove(p)
+                print(f"  {p.peer} {p.mode} {p.workload}: compiled after {time.monotonic() - start:.0f} s",
+                      file=sys.stderr, flush=True)
+    for p in compiling:
+        p.kill()
+        started.remove(p)
 
 
 def best(found: Sequence[Row]) -> list[Row]:
