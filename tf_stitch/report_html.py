@@ -4,13 +4,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 
 from .report import ClusterReport, GraphReport, Report
+from .report_layout import LINE, Box, lay_out
 
 MAX_BOXES = 600  # a drawing with more is not readable (nor fast); the tables still list everything
-CLUSTER_WIDTH, LEFT_WIDTH, GAP_X, GAP_Y, LINE = 230, 120, 18, 44, 15
+CLUSTER_WIDTH, LEFT_WIDTH = 230, 120
 KERNELS_SHOWN = 6
 
 STYLE = """
@@ -107,37 +107,20 @@ def _clusters(clusters: Sequence[ClusterReport], anchors: Mapping[str, str]) -> 
 
 # --- drawing -----------------------------------------------------------------------------------------
 
-@dataclass
-class _Box:
-    """One rectangle; ``lines``: its text, the first line in ink, the rest soft."""
-
-    name: str
-    kind: str
-    lines: list[str]
-    width: int
-    anchor: str = ""
-    x: float = 0.0
-    y: float = 0.0
-
-    @property
-    def height(self) -> int:
-        return LINE * len(self.lines) + 10
-
-
 def _drawing(g: GraphReport, anchors: Mapping[str, str]) -> str:
     boxes = _boxes(g, anchors)
     if len(boxes) > MAX_BOXES:
         return f"<p class=soft>{len(boxes)} boxes are too many to draw; the table lists the stitched ops.</p>"
     edges = [(a, b) for a, b in g.edges if a in boxes and b in boxes]
-    width, height = _place(boxes, edges)
-    lines = "".join(_edge(boxes[a], boxes[b]) for a, b in edges)
+    width, height, paths = lay_out(boxes, edges)
+    lines = "".join(f'<path d="{path}"/>' for path in paths)
     shapes = "".join(_shape(b) for b in boxes.values())
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     label = f"groups of {escape(g.name or 'the main graph')}"
     return f'<div class="drawing"><svg role="img" aria-label="{label}" {size}>{lines}{shapes}</svg></div>'
 
 
-def _boxes(g: GraphReport, anchors: Mapping[str, str]) -> dict[str, _Box]:
+def _boxes(g: GraphReport, anchors: Mapping[str, str]) -> dict[str, Box]:
     boxes = {}
     for c in g.clusters:
         kernels = [_short(x, 32) for x in c.kernels[:KERNELS_SHOWN]]
@@ -146,12 +129,12 @@ def _boxes(g: GraphReport, anchors: Mapping[str, str]) -> dict[str, _Box]:
         if kernels == [title]:
             kernels = []
         head = f"{c.compute_ops} ops in {len(c.kernels)} kernel{'s' if len(c.kernels) != 1 else ''}"
-        boxes[c.name] = _Box(c.name, "group", [title, head, *kernels, *more],
+        boxes[c.name] = Box(c.name, "group", [title, head, *kernels, *more],
                              CLUSTER_WIDTH, anchors[c.name])
     for n in g.left:
         op = _short(n.op, 32)
         width = max(LEFT_WIDTH, 7 * len(op) + 14)
-        boxes[n.node] = _Box(n.node, "contraction" if n.contraction else "left", [op], width)
+        boxes[n.node] = Box(n.node, "contraction" if n.contraction else "left", [op], width)
     return boxes
 
 
@@ -159,56 +142,7 @@ def _short(name: str, size: int) -> str:
     return name if len(name) <= size else "..." + name[-(size - 3):]
 
 
-def _place(boxes: Mapping[str, _Box], edges: Sequence[tuple[str, str]]) -> tuple[float, float]:
-    """Layers by longest path, boxes in a layer near what they read; returns the drawing's size."""
-    before: dict[str, list[str]] = {n: [] for n in boxes}
-    for a, b in edges:
-        before[b].append(a)
-    layers: list[list[str]] = []
-    for name, level in _levels(boxes, before).items():
-        while len(layers) <= level:
-            layers.append([])
-        layers[level].append(name)
-    width = max((sum(boxes[n].width + GAP_X for n in layer) for layer in layers), default=0) + GAP_X
-    y = float(GAP_Y) / 2
-    for layer in layers:
-        layer.sort(key=lambda n: _centre(boxes, before[n], width))
-        x = (width - sum(boxes[n].width + GAP_X for n in layer) + GAP_X) / 2
-        for n in layer:
-            boxes[n].x, boxes[n].y = x, y
-            x += boxes[n].width + GAP_X
-        y += max(boxes[n].height for n in layer) + GAP_Y
-    return width, y
-
-
-def _levels(boxes: Iterable[str], before: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Longest path from a source; edges of loops that lead back do not count."""
-    level: dict[str, int] = {}
-    for root in boxes:
-        stack = [(root, False)]
-        open_: set[str] = set()
-        while stack:
-            name, leaving = stack.pop()
-            if leaving:
-                level[name] = max((level[b] + 1 for b in before[name] if b in level), default=0)
-            elif name not in level and name not in open_:
-                open_.add(name)
-                stack.append((name, True))
-                stack.extend((b, False) for b in before[name])
-    return level
-
-
-def _centre(boxes: Mapping[str, _Box], names: Sequence[str], width: float) -> float:
-    return sum(boxes[n].x + boxes[n].width / 2 for n in names) / len(names) if names else width / 2
-
-
-def _edge(a: _Box, b: _Box) -> str:
-    x1, y1, x2, y2 = a.x + a.width / 2, a.y + a.height, b.x + b.width / 2, b.y
-    bend = max(20.0, abs(y2 - y1) / 2.5)
-    return f'<path d="M{x1:.0f} {y1:.0f}C{x1:.0f} {y1 + bend:.0f} {x2:.0f} {y2 - bend:.0f} {x2:.0f} {y2:.0f}"/>'
-
-
-def _shape(b: _Box) -> str:
+def _shape(b: Box) -> str:
     texts = "".join(f'<text class="{"small" if i else "head"}" x="{b.x + 8:.0f}" y="{b.y + 16 + LINE * i:.0f}">'
                     f"{escape(t)}</text>" for i, t in enumerate(b.lines))
     inside = (f'<g class="{b.kind}"><title>{escape(b.name)}</title><rect x="{b.x:.0f}" y="{b.y:.0f}" width="{b.width}" '
