@@ -16,16 +16,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what matters comes as an exception
 
-import keras
 import numpy as np
-import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
 import tf_stitch
-from tf_stitch import bench
+from tf_stitch.quiet import quiet_stderr
+
+with quiet_stderr():
+    import keras
+    import tensorflow as tf
+
+    from tf_stitch import bench
+
+    tf.config.list_logical_devices()  # looks for GPUs
 
 BATCHES, TOLERANCE, ROUNDS = (1, 3, 17), 1e-5, 20
 layers = keras.layers

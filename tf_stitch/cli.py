@@ -11,12 +11,12 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import OptionError, StitchError
+from .quiet import quiet_stderr
 
 Progress = Callable[[int, int, str], None]
 
@@ -123,12 +123,12 @@ def _serve_bench(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from . import doctor
 
-    with _quiet_stderr():
+    with quiet_stderr():
         return doctor.main(json_output=args.json, quiet=args.quiet)
 
 
 def _load_tensorflow() -> None:
-    with _quiet_stderr():
+    with quiet_stderr():
         try:
             import tensorflow  # noqa: F401
 
@@ -138,21 +138,6 @@ def _load_tensorflow() -> None:
         except ImportError as error:
             raise error if isinstance(error, StitchError) else StitchError(
                 f"TensorFlow cannot be imported ({error}); run 'tf-stitch doctor'.") from None
-
-
-@contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Drops what is written to stderr: TensorFlow writes lines there before its own log level counts."""
-    with tempfile.TemporaryFile() as sink:
-        sys.stderr.flush()
-        saved = os.dup(2)
-        os.dup2(sink.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(saved, 2)
-            os.close(saved)
 
 
 # --- shared ------------------------------------------------------------------------------------------
