@@ -103,9 +103,9 @@ def _place(places: Mapping[str, Box], level: Mapping[str, int], edges: Sequence[
         centre = {b.name: _mean([places[n].centre for n in before[b.name]], width / 2) for b in layer}
         layer.sort(key=lambda b: centre[b.name])
         x = (width - sum(b.width + GAP_X for b in layer) + GAP_X) / 2
-        for b in layer:
-            b.x, b.y = x, y
-            x += b.width + GAP_X
+        for box in layer:
+            box.x, box.y = x, y
+            x += box.width + GAP_X
         bands.append((y, y + max(b.height for b in layer)))
         y = bands[-1][1] + GAP_Y
     return width, bands
