@@ -14,15 +14,13 @@ from .codegen.kernel import INDEX_LIMIT, WITH_MANY, Kernel
 from .codegen.siblings import share_texts
 from .codegen.unit import SEPARATOR
 from .fusion.call import LibraryCall
-from .fusion.columns import split_columns
-from .fusion.library import prepare_calls
-from .fusion.planner import Planned, plan_scheduled
-from .fusion.split import split_reductions
+from .fusion.planner import Planned
+from .fusion.variants import active_dims, plan_variants
 from .ir import dims as D
 from .ir.dims import Dim
 from .ir.graph import Graph, Guard, Node, view_source
 from .options import Options
-from .program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program, Step
+from .program.program import RESULT_DIMS, AliasStep, Buffer, KernelStep, LibraryStep, Program, Step
 from .schedule.target import Target, of_options
 
 Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what was just done)
@@ -93,15 +91,21 @@ def build_program(graph: Graph, target: Target) -> Program:
 
 def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel | GridKernel]]:
     """A program without machine code, and its kernels: those of its steps as they come, then those of its grids."""
-    graph = split_reductions(prepare_calls(split_columns(graph, target), target), target)
-    planned = plan_scheduled(graph, target)
-    work = make_kernels(planned, target)
-    program, kernels = _Assembler(graph).program(work), [k for k in work if isinstance(k, Kernel)]
+    variants = plan_variants(graph, target)
+    assembler = _Assembler(graph, variants.size)
+    kernels: list[Kernel] = []
+    for variant, active in zip(variants.plans, active_dims(variants), strict=True):
+        work = make_kernels(variant.planned, target)
+        assembler.add(variant.graph, work, active)
+        kernels += [k for k in work if isinstance(k, Kernel)]
+    program = assembler.program(kernels)
     grid_kernels: list[GridKernel] = []
     if target.superkernels and program.text:
         program = replace(program, text=WITH_MANY + program.text)
     elif target.grids:  # what superkernels pack are single steps
-        program, grid_kernels, keeping = grids.join_steps(program, grids.small_steps(graph, planned, target))
+        (plan,) = variants.plans
+        small = grids.small_steps(plan.graph, plan.planned, target)
+        program, grid_kernels, keeping = grids.join_steps(program, small)
         kernels = [replace(k, name=keeping[k.name].name, text=keeping[k.name].text) if k.name in keeping else k
                    for k in kernels]
     return program, [*kernels, *grid_kernels]
@@ -122,19 +126,36 @@ def make_kernels(planned: Iterable[Planned], target: Target) -> list[Kernel | Li
 
 
 class _Assembler:
-    """Lays kernels over buffers: which tensor is an input, an output or a temporary of the program."""
+    """Lays kernels over buffers: which tensor is an input, an output or a temporary of the program.
 
-    def __init__(self, graph: Graph):
+    Where another variant (see fusion.variants) is to run, steps have no blocks and temporaries no bytes.
+    """
+
+    def __init__(self, graph: Graph, size: D.Symbol | None):
         self.graph = graph
         self.buffers: list[Buffer] = []
         self.steps: list[Step] = []
-        self.place: dict[Node, int] = {}  # where a value lies; views are looked through
-        self.temps = 0
-        for i, p in enumerate(graph.params):
-            self.place[p] = self._buffer("input", i, p.dtype, p.shape)
+        self.inputs = [self._buffer("input", i, p.dtype, p.shape) for i, p in enumerate(graph.params)]
         self.outputs = [self._buffer("output", i, o.dtype, o.shape) for i, o in enumerate(graph.outputs)]
-        for buffer, o in zip(self.outputs, graph.outputs, strict=True):
+        self.sources = self.outputs  # where each output lies
+        self.temps = 0
+        self.limits: dict[Dim, None] = {}
+        self.whole = {} if size is None else {size.name: D.symbol(size.name, size.lo, size.hi)}
+        self.place: dict[Node, int] = {}  # where a value of the variant at hand lies; views are looked through
+        self.active: Dim = 1
+
+    def add(self, variant: Graph, work: Sequence[Kernel | LibraryCall], active: Dim = 1) -> None:
+        """Adds the steps of a plan that runs where ``active`` is 1, not 0; its graph computes what the others do."""
+        self.active = active
+        self.place = dict(zip(variant.params, self.inputs, strict=True))
+        for buffer, o in zip(self.outputs, variant.outputs, strict=True):
             self.place.setdefault(view_source(o), buffer)  # a reshaped result is written where it is wanted
+        self.sources = [self.place[view_source(o)] for o in variant.outputs]
+        for w in work:
+            if isinstance(w, Kernel):
+                self._add_kernel(w)
+            else:
+                self._add_call(w)
 
     def _buffer(self, kind: str, index: int, dtype: str, shape: Sequence[Dim]) -> int:
         self.buffers.append(Buffer(kind, index, dtype, tuple(shape)))
@@ -142,42 +163,45 @@ class _Assembler:
 
     def _temp(self, dtype: str, shape: Sequence[Dim]) -> int:
         self.temps += 1
-        return self._buffer("temp", self.temps - 1, dtype, shape)
+        shape = [self._dim(d) for d in shape]
+        return self._buffer("temp", self.temps - 1, dtype, [*(d * self.active for d in shape[:1]), *shape[1:]])
 
-    def place_of(self, node: Node) -> int:
+    def _dim(self, d: Dim) -> Dim:
+        """A dim of the variant's graph in terms of the program's own unknowns, which may have any size."""
+        return D.substitute(d, self.whole)
+
+    def _place_of(self, node: Node) -> int:
         """The buffer of a value, made when it is a value between kernels."""
         source = view_source(node)
         if source not in self.place:
             self.place[source] = self._temp(source.dtype, source.shape)
         return self.place[source]
 
-    def add_kernel(self, kernel: Kernel) -> None:
-        args = [self.place_of(n) for n in kernel.args] + [self._temp(t, (count,)) for t, count in kernel.temps]
+    def _add_kernel(self, kernel: Kernel) -> None:
+        args = [self._place_of(n) for n in kernel.args] + [self._temp(t, (count,)) for t, count in kernel.temps]
         origin = kernel.args[-1].origin if kernel.args else ""
-        self.steps.append(KernelStep(kernel.name, tuple(args), kernel.dims, kernel.blocks, kernel.shared_bytes,
-                                     kernel.cost, kernel.threads, origin))
+        blocks, shared_bytes, cost = map(self._dim, (kernel.blocks, kernel.shared_bytes, kernel.cost))
+        self.steps.append(KernelStep(kernel.name, tuple(args), tuple(map(self._dim, kernel.dims)), blocks * self.active,
+                                     shared_bytes, cost, kernel.threads, origin))
+        self.limits.update(dict.fromkeys(self._dim(d) * self.active for d in kernel.limits
+                                         if not D.prove_le(d, INDEX_LIMIT)))
 
-    def add_call(self, call: LibraryCall) -> None:
-        args = tuple(self.place_of(n) for n in call.args)
-        self.steps.append(LibraryStep(call.call, args, call.dims, call.flags, call.origin))
+    def _add_call(self, call: LibraryCall) -> None:
+        args = tuple(self._place_of(n) for n in call.args)
+        dims = [self._dim(d) * (self.active if i in RESULT_DIMS[call.call] else 1) for i, d in enumerate(call.dims)]
+        self.steps.append(LibraryStep(call.call, args, tuple(dims), call.flags, call.origin))
 
-    def add_aliases(self) -> None:
+    def _add_aliases(self) -> None:
         """Outputs that are an input, another output, or either under another shape."""
-        for buffer, o in zip(self.outputs, self.graph.outputs, strict=True):
-            source = self.place[view_source(o)]
+        for buffer, source, o in zip(self.outputs, self.sources, self.graph.outputs, strict=True):
             if source != buffer:
                 self.steps.append(AliasStep(source, buffer, o.origin))
 
-    def program(self, work: Sequence[Kernel | LibraryCall]) -> Program:
-        for w in work:
-            if isinstance(w, Kernel):
-                self.add_kernel(w)
-            else:
-                self.add_call(w)
-        self.add_aliases()
-        kernels = [w for w in work if isinstance(w, Kernel)]
-        limits = dict.fromkeys(d for k in kernels for d in k.limits)
+    def program(self, kernels: Iterable[Kernel]) -> Program:
+        """The program of all plans that were added."""
+        self._add_aliases()
         guards = [*self.graph.guards, *(Guard("le", d, INDEX_LIMIT, "32-bit indices reach every element")
-                                        for d in limits if not any(d != e and D.prove_le(d, e) for e in limits))]
+                                        for d in self.limits
+                                        if not any(d != e and D.prove_le(d, e) for e in self.limits))]
         return Program(self.buffers, self.steps, dict(self.graph.symbols), guards, join_texts(kernels),
                        name=self.graph.name)

@@ -10,6 +10,7 @@ from tests.ir_graphs import assert_matches, random_case, random_inputs
 from tf_stitch import compiler
 from tf_stitch.backend import host
 from tf_stitch.fusion import library
+from tf_stitch.ir import dims as D
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.dtypes import DTYPES
@@ -58,7 +59,7 @@ def test_a_product_is_a_call(dtype, tolerance):
 def test_unknown_rows():
     for rows in (0, 1, 7):
         (step,) = check(plain, [(None, 200), (200, 400)], unknown=rows)
-        assert step.dims[2:] == (400, 200)
+        assert [D.evaluate(d, {"n0": rows}) for d in step.dims[2:]] == [400 * (rows != 1), 200]  # one row is a kernel's
 
 
 def test_integers_are_no_calls():
@@ -163,6 +164,7 @@ def test_random_products_match_the_interpreter(first, monkeypatch):
     monkeypatch.setattr(library, "TINY_WORK", 1)  # the graphs are small: every product may be a call
     monkeypatch.setattr(library, "LIGHT_ELEMENTS", 0)
     monkeypatch.setattr("tf_stitch.fusion.planner.DOT_INLINE_WORK", 0)
+    monkeypatch.setattr("tf_stitch.fusion.variants.WORTH", 0.0)  # and every range of sizes has a plan of its own
     calls = 0
     families = (*["dot"] * 5, "arithmetic", "transpose", "reshape", "broadcast", "reduce", "unary")
     cases = [(s, random_case(s, families=families, float_types=random.Random(s).sample(

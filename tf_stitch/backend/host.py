@@ -27,7 +27,7 @@ from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..ir.ops import OPS
 from ..options import HOST_LEVELS
-from ..program.program import AliasStep, Buffer, KernelStep, LibraryStep, Program
+from ..program.program import RESULT_DIMS, AliasStep, Buffer, KernelStep, LibraryStep, Program
 from .cache import INCLUDE, Cache, first_error, key_of
 
 CACHE = Cache("host", ".so")
@@ -327,9 +327,11 @@ def call_library(step: LibraryStep, buffers: Sequence[np.ndarray], env: dict[str
     """What a library step means; half types accumulate and add in float32 and round once."""
     if step.call not in _CALLS:
         raise GuardFailed(f"The library call '{step.call}' of '{step.origin}' is not known here.")
-    out = buffers[-1]
+    out, dims = buffers[-1], _concrete(step.dims, env)
+    if not all(dims[i] for i in RESULT_DIMS[step.call]):
+        return
     wide = out.dtype if out.dtype.itemsize > 2 else np.dtype(np.float32)
-    y = _CALLS[step.call](_concrete(step.dims, env), step.flags, [x.astype(wide) for x in buffers[:-1]])
+    y = _CALLS[step.call](dims, step.flags, [x.astype(wide) for x in buffers[:-1]])
     out[:] = y.reshape(-1).astype(out.dtype)
 
 

@@ -130,7 +130,7 @@ def _part_loads(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, i
     stop = part.kept | set(scheduled.inputs)
     work: dict[int, float] = {blocks: 0.0}  # by how many blocks share it
     serial = 0.0
-    apart = getattr(part, "product_ns", 0.0)  # what a block's products take, when the schedule knows
+    apart = part.product_ns(env) if part.product_ns else 0.0  # what a block's products take, when the schedule knows
     work[blocks] += blocks * apart
     for stage in part.stages:
         sizes = [value_of(d, env) for d in stage.shape]

@@ -53,10 +53,10 @@ def is_small(dot: Node, size_of: Callable[[Dim], int]) -> bool:
     """True for products that a kernel computes as fast as a library; ``size_of`` gives the size of an unknown dim."""
     (_, left, _), (_, right, contract) = _axes(dot, 0), _axes(dot, 1)
     matrix = D.product(dot.inputs[1].shape[a] for a in (*right, *contract))
-    if not isinstance(matrix, int) or dot.dtype not in DTYPES:
+    if not isinstance(D.upper(matrix), int) or dot.dtype not in DTYPES:
         return False
     rows = D.product(dot.inputs[0].shape[a] for a in left)
-    most = SMALL_WORK if isinstance(rows, int) else UNKNOWN * SMALL_WORK
+    most = SMALL_WORK if isinstance(D.upper(rows), int) else UNKNOWN * SMALL_WORK
     return size_of(rows) <= FEW_ROWS or size_of(work_of(dot)) <= most
 
 

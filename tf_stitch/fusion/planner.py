@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import schedule
 from ..errors import Unschedulable
 from ..ir import dims as D
+from ..ir.dims import Dim
 from ..ir.graph import Graph, Node, view_source
 from ..ir.ops import CHEAP, OPS
 from ..schedule.group import Group
 from ..schedule.products import repeats_rows
 from . import cost, library
+from .alike import Alike
 from .partition import ALWAYS_FLOATING, Partition, Unit
 from .phases import connected, phases
 from .span import spans
@@ -42,12 +44,22 @@ Build = Callable[[Group, Any], Any]
 
 @dataclass(frozen=True)
 class Planned:
-    """A candidate kernel with its schedule and its estimated time, of which ``compute_ns`` is spent computing."""
+    """A candidate kernel with its estimated time, of which ``compute_ns`` is spent computing.
+
+    ``scheduled`` is its schedule or the library's call.  In a draft it may be None: ``like`` then has that of a group
+    that differs in constants and in where slices begin, and takes as long.
+    """
 
     group: Group
     scheduled: Any
     ns: float
     compute_ns: float
+    blocks: Dim = 0
+    like: Planned | None = None
+
+
+class _NotAlike(Exception):
+    """A group has no schedule although one that seemed to be alike has."""
 
 
 def plan(graph: Graph, target: Any, build: Build | None = None) -> list[Group]:
@@ -60,7 +72,29 @@ def plan(graph: Graph, target: Any, build: Build | None = None) -> list[Group]:
 
 def plan_scheduled(graph: Graph, target: Any, build: Build | None = None) -> list[Planned]:
     """As :func:`plan`, each group with the schedule that was found for it."""
-    return Planner(graph, target, build or _schedule_build()).run()
+    return draft(graph, target, build).finish()
+
+
+def draft(graph: Graph, target: Any, build: Build | None = None) -> Draft:
+    """As :func:`plan_scheduled`, but schedules are made where they decide something only."""
+    planner = Planner(graph, target, build or _schedule_build())
+    return Draft(planner, planner.run())
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan in which groups alike share a schedule."""
+
+    planner: Planner
+    planned: list[Planned]
+
+    def finish(self) -> list[Planned]:
+        """The plan with a schedule for every group."""
+        p = self.planner
+        try:
+            return [p.final(x) for x in self.planned]
+        except _NotAlike:
+            return Planner(p.graph, p.target, p.build, share=False).run()
 
 
 def _schedule_build() -> Build:
@@ -75,8 +109,10 @@ def must_write(graph: Graph) -> list[Node]:
 class Planner:
     """One planning run over one graph."""
 
-    def __init__(self, graph: Graph, target: Any, build: Build):
+    def __init__(self, graph: Graph, target: Any, build: Build, share: bool = True):
         self.graph, self.target, self.build = graph, target, build
+        self.alike = Alike() if share else None
+        self.known: dict[Hashable, Planned | None] = {}
         nodes = graph.nodes()
         self.model = cost.CostModel(target.name, cost.environments(d for n in nodes for d in n.shape))
         self.tried: dict[frozenset[Node], Planned | None] = {}
@@ -98,6 +134,7 @@ class Planner:
         return [n for n in nodes if n in given and n.op == "slice" and n not in far]
 
     def run(self) -> list[Planned]:
+        """The plan, as a draft."""
         self.join_epilogues()
         self.join_chains()
         self.split_unschedulable()
@@ -145,12 +182,31 @@ class Planner:
         if self.uses_library and (repeats_rows(group.nodes, lambda n: _small_dot(n) or library.is_light(n))
                                   or sum(n.op == "dot" for n in group.nodes) > MOST_PRODUCTS):
             return None
+        if self.alike is None:
+            return self._scheduled(group)
+        key = self.alike.key(group)
+        if key not in self.known:
+            self.known[key] = self._scheduled(group)
+            return self.known[key]
+        found = self.known[key]
+        return found and replace(found, group=group, scheduled=None, like=found)
+
+    def _scheduled(self, group: Group) -> Planned | None:
         try:
             scheduled = self.build(group, self.target)
         except Unschedulable:
             return None
         estimate = self.model.estimate(group, scheduled)
-        return Planned(group, scheduled, estimate.ns, estimate.compute_ns)
+        return Planned(group, scheduled, estimate.ns, estimate.compute_ns, scheduled.blocks)
+
+    def final(self, planned: Planned) -> Planned:
+        """With a schedule of its own, where so far a group alike had one."""
+        if planned.scheduled is not None:
+            return planned
+        found = self._scheduled(planned.group)
+        if found is None:
+            raise _NotAlike
+        return found
 
     def planned(self, nodes: frozenset[Node]) -> Planned:
         found = self.candidate(nodes)
@@ -413,7 +469,7 @@ class Planner:
         by_blocks: dict[Any, list[Unit]] = {}
         for u in layer:
             if not self.alone(u):
-                by_blocks.setdefault(self.planned(u.nodes).scheduled.blocks, []).append(u)
+                by_blocks.setdefault(self.planned(u.nodes).blocks, []).append(u)
         merged = [self._merge_all(same) for same in by_blocks.values()]
         if len(merged) > 1:
             self._merge_all(merged)

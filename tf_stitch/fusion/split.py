@@ -29,7 +29,7 @@ def split_reductions(graph: Graph, target: Any) -> Graph:
 
 def is_serial(node: Node, target: Any) -> bool:
     """True when a reduction has too few results to keep the cores busy, and may be large."""
-    work, results = node.inputs[0].size, node.size
+    work, results = D.upper(node.inputs[0].size), node.size
     if not isinstance(results, int) or (isinstance(work, int) and work < SMALL_WORK):
         return False
     last_kept = node.inputs[0].rank - 1 not in node.attrs["axes"]

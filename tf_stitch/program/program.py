@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.graph import Guard, SymbolSource
 
@@ -33,6 +34,10 @@ class KernelStep:
     cost: Dim
     threads: int = 256
     origin: str = ""
+
+
+# Dims of a library step without which it computes nothing and all of its operands are empty.
+RESULT_DIMS = {"matmul": (1, 2), "conv": (0, 2)}
 
 
 @dataclass(frozen=True)
@@ -118,13 +123,17 @@ class Program:
         """The buffers of one kind, by index."""
         return sorted((b for b in self.buffers if b.kind == kind), key=lambda b: b.index)
 
-    def launched(self) -> list[str]:
-        """For each kernel that a run launches, the node that its last result comes from; a grid says what it covers."""
+    def launched(self, size: int = 128) -> list[str]:
+        """For each kernel that a run launches, the node that its last result comes from; a grid says what it covers.
+
+        Which ones those are may depend on unknown sizes: they are all taken to be ``size``.
+        """
         grids = {g.first: g for g in self.grids}
         inside = {i for g in self.grids for i in range(g.first, g.end)}
+        sizes = dict.fromkeys(self.symbols, size)
         found = []
         for i, s in enumerate(self.steps):
-            if not isinstance(s, KernelStep) or (i in inside and i not in grids):
+            if not isinstance(s, KernelStep) or (i in inside and i not in grids) or not D.evaluate(s.blocks, sizes):
                 continue
             if i in grids:
                 steps = [x for x in self.steps[i:grids[i].end] if isinstance(x, KernelStep)]

@@ -13,13 +13,13 @@ from . import rules
 from .domain import Domain, domain
 from .kernel_schedule import OUT, SHARED, Item, Part, Stage
 from .labels import Labels, body_operands, operand_labels, reads
-from .products import block_ns, have_products, is_product
+from .products import ProductTime, have_products, is_product
 from .rows import in_registers, row_chains
 from .rules import Box
 from .shared import plan_shared
 from .storage import HEAVY, Storage, weight
 from .target import Target
-from .tile import Axis, Tags, Tile, axes_of, guess
+from .tile import Axis, Tags, Tile, axes_of, guess, mean, samples
 
 BLOCK_OVERHEAD = 300  # element operations that starting a block costs
 STAGE_OVERHEAD = 30
@@ -31,7 +31,6 @@ IDLE = 0.25  # blocks that leave all multiprocessors idle but one would have to 
 OPS_PER_NS = 100  # element operations that a multiprocessor of a GPU does in a nanosecond
 STREAM = 40  # bytes that a multiprocessor of a GPU reads in a nanosecond
 ACROSS = 8  # elements along both sides of a transpose from which on staging it pays
-SAMPLES = 5  # blocks that are looked at where a stage's work differs from block to block
 LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
 
 
@@ -197,18 +196,18 @@ class Attempt:
 
     def _estimate(self, stages: Sequence[Stage]) -> Dim:
         """Sets ``time`` and ``waste``; returns the cost of a block in cycles of one host core."""
-        envs = self._samples()
+        envs = samples(self.axes)
         block, once, least = float(BLOCK_OVERHEAD), 0.0, 0
         cost: Dim = BLOCK_OVERHEAD * PER_CYCLE // 4
         for s in stages:
             per, extra = self._stage_weight(s, envs)
             volume = D.product(e for _, e in s.box)
-            work = _number(volume, envs) * (per + extra) + STAGE_OVERHEAD
+            work = mean(volume, envs) * (per + extra) + STAGE_OVERHEAD
             hoisted = s.hoisted and self.target.is_host  # on a GPU every block does it
             block, once = (block, once + work) if hoisted else (block + work, once)
             least += guess(D.product(s.shape)) * per
             here = D.substitute(volume, envs[0])
-            cost = cost + (_number(volume, envs) if isinstance(here, int) else here) * per
+            cost = cost + (mean(volume, envs) if isinstance(here, int) else here) * per
         blocks = guess(self.blocks)
         rounds = -(-blocks // self.target.cores)
         self.time = rounds * block + once
@@ -216,17 +215,17 @@ class Attempt:
         self.ideal = least / max(min(self.target.cores, least // FINE_WORK), 1)
         if self.target.has_threads and blocks < self.target.cores:
             self._count_bytes(stages, envs)
-        self.product_ns = 0.0
+        self.product_ns: ProductTime | None = None
         if have_products(self.nodes, self.target):
-            self.product_ns = block_ns(stages, self.kept, min(blocks, self.target.cores), lambda d: _number(d, envs))
+            self.product_ns = ProductTime(stages, frozenset(self.kept), self.axes, self.blocks, self.target.cores)
             others = sum(self._stage_ns(s, envs) for s in stages if not any(map(is_product, s.items)))
             idle = max(1 - blocks / self.target.cores, 0)
-            self.time = rounds * (self.product_ns + others) * (1 + IDLE * idle)
+            self.time = rounds * (self.product_ns() + others) * (1 + IDLE * idle)
         return D.floordiv(cost, PER_CYCLE) + 1
 
     def _stage_ns(self, s: Stage, envs: Sequence[Mapping[str, int]]) -> float:
         """What a block of a GPU spends in a stage without products: its threads wait for what they load."""
-        many = _number(D.product(e for _, e in s.box), envs)
+        many = mean(D.product(e for _, e in s.box), envs)
         turns = -(-many // (self.target.threads * TURN))
         return turns * TURN_NS + many * sum(self._stage_weight(s, envs)) / OPS_PER_NS
 
@@ -238,17 +237,10 @@ class Attempt:
             for n in found - self.members:
                 if guess(n.size) >= guess(D.product(s.shape)):  # a smaller one is read again and again
                     size = DTYPES[n.dtype].size * OPS_PER_NS // STREAM
-                    block += size * _number(D.product(e for _, e in s.box), envs)
+                    block += size * mean(D.product(e for _, e in s.box), envs)
                     whole += size * guess(n.size)
         self.time = max(self.time, block)
         self.ideal = max(self.ideal, whole / self.target.cores)
-
-    def _samples(self) -> list[dict[str, int]]:
-        """Blocks that stand for all: a box may differ from block to block (the pieces of a concat)."""
-        extents = {f"ts_e{a.number}": max(min(a.chunk, guess(a.size)), 1) for a in self.axes}
-        last = {f"ts_b{a.number}": max(guess(a.count) - 1, 0) for a in self.axes}
-        return [extents | {name: block * k // (SAMPLES - 1) for name, block in last.items()}
-                for k in range(SAMPLES)]
 
     def _stage_weight(self, stage: Stage, envs: Sequence[Mapping[str, int]]) -> tuple[int, float]:
         """Operations per element of a stage, and what loads and stores cost beyond contiguous ones."""
@@ -278,24 +270,15 @@ class Attempt:
             return 0.0
         size = DTYPES[n.dtype].size
         last = labels[-1] if labels else None
-        run = 1 if last is None else _number(stage.box[last][1], envs)
+        run = 1 if last is None else mean(stage.box[last][1], envs)
         run = min(run, guess(n.shape[-1]))
         if run >= guess(n.shape[-1]) or run * size >= LINE:
             return 0.0
         often = 1.0  # the share of the stage's iterations that read another element
         if None not in labels:
             for d in set(range(len(stage.box))) - set(labels):
-                often /= max(_number(stage.box[d][1], envs), 1)
+                often /= max(mean(stage.box[d][1], envs), 1)
         return often * LINE / (max(run, 1) * size)
-
-
-def _number(d: Dim, envs: Sequence[Mapping[str, int]]) -> int:
-    """The mean of a dim over sampled blocks."""
-    if isinstance(d, int):
-        return d
-    if not any(s.name.startswith("ts_b") for s in D.symbols(d)):
-        envs = envs[:1]
-    return sum(guess(D.substitute(d, env)) for env in envs) // len(envs)
 
 
 def _stage(kind: str, shape, box: Box, folded: tuple[int, ...], item: Item, once: tuple[int, ...]) -> Stage:

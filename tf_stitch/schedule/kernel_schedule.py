@@ -1,7 +1,7 @@
 """What a schedule is: plain data between :mod:`tf_stitch.schedule.build` and :mod:`tf_stitch.codegen`."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..ir.dims import Dim
@@ -101,7 +101,7 @@ class Part:
     blocks: Dim
     shared_bytes: Dim
     cost: Dim
-    product_ns: float = 0.0  # what a block's products take on a GPU
+    product_ns: Callable[[Mapping[str, int]], float] | None = None  # what a block's products take on a GPU, by sizes
     chains: Sequence[RowChain] = ()
 
 

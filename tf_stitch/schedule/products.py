@@ -6,7 +6,8 @@ with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..ir.dims import Dim
 from ..ir.dtypes import DTYPES
@@ -15,6 +16,7 @@ from .kernel_schedule import Item, Stage
 from .labels import Labels, dot_operands
 from .storage import HEAVY
 from .target import Target
+from .tile import Axis, guess, mean, samples
 
 RATE = 80  # multiply-adds per ns of one multiprocessor, tensor cores not used
 TOTAL, EACH = 5500, 75  # bytes per ns from the second-level cache: all multiprocessors together, and one at most
@@ -30,7 +32,7 @@ def is_product(item: Item) -> bool:
 
 
 def have_products(nodes: Iterable[Node], target: Target) -> bool:
-    """True for nodes whose tiles :func:`block_ns` should choose."""
+    """True for nodes whose tiles :class:`ProductTime` should choose."""
     return not target.is_host and any(n.op == "dot" for n in nodes)
 
 
@@ -47,6 +49,22 @@ def repeats_rows(nodes: Iterable[Node], is_light: Callable[[Node], bool] = lambd
         if below or (n.op == "dot" and not is_light(n)):
             whole.add(n)
     return False
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """The nanoseconds that a block spends in its stages of products, by the sizes of unknown dims."""
+
+    stages: Sequence[Stage]
+    kept: frozenset[Node]
+    axes: Sequence[Axis]
+    blocks: Dim
+    cores: int
+
+    def __call__(self, sizes: Mapping[str, int] | None = None) -> float:
+        envs = samples(self.axes, sizes)
+        at_once = min(guess(self.blocks, sizes), self.cores)
+        return block_ns(self.stages, self.kept, at_once, lambda d: mean(d, envs, sizes))
 
 
 def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size: Callable[[Dim], int]) -> float:

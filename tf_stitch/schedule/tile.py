@@ -8,7 +8,7 @@ two dims at once, which is what keeps both sides of a transpose in whole cache l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ir import dims as D
@@ -17,6 +17,7 @@ from ..ir.graph import Shape
 
 Tile = tuple[int | None, ...]
 Tags = tuple[int | None, ...]
+SAMPLES = 5  # blocks that are looked at where a block's work differs from block to block
 GUESS = 128  # a size to reckon with where a dim is unknown; only speed depends on it
 
 
@@ -80,20 +81,37 @@ class Axis:
         return D.symbol(f"ts_e{self.number}", 0, self.chunk) if self.ragged else self.chunk
 
 
-def guess(d: Dim) -> int:
-    """A number for a dim: its value, or what it is when every unknown is GUESS."""
+def guess(d: Dim, sizes: Mapping[str, int] | None = None) -> int:
+    """A number for a dim: its value, or what it is when every unknown is what ``sizes`` says, else GUESS."""
     if isinstance(d, int):
         return d
     env = {}
     for s in D.symbols(d):
-        hi = s.hi if isinstance(s.hi, int) else GUESS
-        env[s.name] = max(min(GUESS, hi), s.lo or 0)
+        size = (sizes or {}).get(s.name, GUESS)
+        hi = s.hi if isinstance(s.hi, int) else size
+        env[s.name] = max(min(size, hi), s.lo or 0)
     return D.evaluate(d, env)
 
 
 def power_of_two(n: int) -> int:
     """The least power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()
+
+
+def samples(axes: Sequence[Axis], sizes: Mapping[str, int] | None = None) -> list[dict[str, int]]:
+    """Blocks that stand for all: a box may differ from block to block (the pieces of a concat)."""
+    extents = {f"ts_e{a.number}": max(min(a.chunk, guess(a.size, sizes)), 1) for a in axes}
+    last = {f"ts_b{a.number}": max(guess(a.count, sizes) - 1, 0) for a in axes}
+    return [extents | {name: block * k // (SAMPLES - 1) for name, block in last.items()} for k in range(SAMPLES)]
+
+
+def mean(d: Dim, envs: Sequence[Mapping[str, int]], sizes: Mapping[str, int] | None = None) -> int:
+    """The mean of a dim over sampled blocks."""
+    if isinstance(d, int):
+        return d
+    if not any(s.name.startswith("ts_b") for s in D.symbols(d)):
+        envs = envs[:1]
+    return sum(guess(D.substitute(d, env), sizes) for env in envs) // len(envs)
 
 
 def axes_of(shape: Shape, tile: Tile) -> list[Axis | None]:

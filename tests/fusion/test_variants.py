@@ -1,0 +1,121 @@
+"""Plans for ranges of an unknown size: which runs when, and that every one gives the interpreter's results."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.op.calls import counted, specs_of, stitched
+from tf_stitch import compiler
+from tf_stitch.backend import host
+from tf_stitch.fusion import variants
+from tf_stitch.ir import dims as D
+from tf_stitch.ir import interp
+from tf_stitch.ir.builder import Builder
+from tf_stitch.options import Options
+from tf_stitch.program.program import RESULT_DIMS, KernelStep, LibraryStep, Program
+from tf_stitch.schedule.target import CUDA, HOST, of_options
+
+SIZES = (0, 1, 2, 8, 9, 32, 33, 100, 129)
+
+
+def plain(b, x, y):
+    return b.dot(x, y, contract=((1,), (0,)))
+
+
+def two_layers():
+    """Large weights: few rows are a kernel's, many the library's."""
+    b = Builder()
+    x = b.param((None, 512), "float32")
+    h = b.ew("tanh", plain(b, x, b.param((512, 1024), "float32")))
+    return b.finish([b.ew("exp", plain(b, h, b.param((1024, 300), "float32"))), h])
+
+
+def weight_gradient():
+    """A product that folds the unknown, and an output that is an input."""
+    b = Builder()
+    x, g = b.param((None, 784), "float32"), b.param((None, 10), "float32")
+    product = b.dot(x, b.ew("mul", g, g), contract=((0,), (0,)))
+    return b.finish([product, b.reshape(x, x.shape), b.reduce("sum", g, [0])])
+
+
+def images():
+    """A convolution of the library's, whose filter and bias a kernel turns."""
+    b = Builder()
+    x, w, bias = (b.param(s, "float32") for s in ((None, 9, 9, 32), (3, 3, 32, 64), (64,)))
+    y = b.conv(x, w, [1, 1], [(1, 1), (1, 1)], [1, 1], 1)
+    y = b.ew("max", b.ew("add", y, b.reshape(bias, (1, 1, 1, 64))), b.const(0, "float32"))
+    return b.finish([plain(b, b.reduce("sum", y, [1, 2]), b.param((64, 1000), "float32"))])
+
+
+def ran(program: Program, size: int) -> list:
+    """The steps that a run does something in."""
+    env = dict.fromkeys(program.symbols, size)
+    return [s for s in program.steps
+            if (isinstance(s, KernelStep) and D.evaluate(s.blocks, env))
+            or (isinstance(s, LibraryStep) and all(D.evaluate(s.dims[i], env) for i in RESULT_DIMS[s.call]))]
+
+
+@pytest.mark.parametrize("make", [two_layers, weight_gradient, images], ids=lambda f: f.__name__)
+def test_every_size_gives_the_interpreters_results(make, monkeypatch):
+    monkeypatch.setattr(variants, "WORTH", 0.0)  # every range has its plan
+    graph = make()
+    program = compiler.lay_out(graph, CUDA)[0]
+    rng = np.random.default_rng(0)
+    steps = set()
+    for size in SIZES:
+        inputs = [rng.standard_normal([D.evaluate(d, dict.fromkeys(graph.symbols, size)) for d in p.shape]
+                                      ).astype(np.float32) for p in graph.params]
+        for got, want in zip(host.run(program, inputs), interp.run(graph, inputs), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+        steps.add(tuple(map(id, ran(program, size))))
+    assert len(steps) > 3
+
+
+def test_one_plan_runs_at_a_time():
+    made = variants.plan_variants(two_layers(), CUDA)
+    assert [v.most for v in made.plans][-1] is None and len(made.plans) > 1
+    bounds = [v.most for v in made.plans[:-1]]
+    for size in SIZES:
+        here = [D.evaluate(d, {made.size.name: size}) for d in variants.active_dims(made)]
+        first = next((k for k, most in enumerate(bounds) if size <= most and (most > 1 or size == 1)), len(bounds))
+        assert here == [int(k == first) for k in range(len(here))]
+
+
+def test_few_rows_need_no_library():
+    program = compiler.lay_out(two_layers(), CUDA)[0]
+    assert not any(isinstance(s, LibraryStep) for s in ran(program, 1))
+    assert sum(isinstance(s, LibraryStep) for s in ran(program, 1000)) == 2
+
+
+def test_known_sizes_and_other_targets_have_one_plan():
+    b = Builder()
+    known = b.finish([plain(b, b.param((8, 512), "float32"), b.param((512, 1024), "float32"))])
+    assert len(variants.plan_variants(known, CUDA).plans) == 1
+    coalesced = Options(target="cuda:sm_90", superkernels=True)
+    for target in (HOST, of_options(coalesced)):
+        assert len(variants.plan_variants(two_layers(), target).plans) == 1
+
+
+@pytest.mark.parametrize("make", [two_layers, images], ids=lambda f: f.__name__)
+def test_the_op_runs_the_plan_of_the_size(make, monkeypatch):
+    monkeypatch.setattr(variants, "WORTH", 0.0)
+    graph = make()
+    program = compiler.lay_out(graph, CUDA)[0]
+    program = replace(program, code=host.compile_text(program.text))
+    results = program.of_kind("output")
+
+    def never(*args):
+        return [tf.zeros([0] * len(b.shape), b.dtype) for b in results]
+
+    f = tf.function(stitched(program, never), input_signature=specs_of(program), autograph=False)
+    rng = np.random.default_rng(0)
+    for size in SIZES:
+        inputs = [rng.standard_normal([D.evaluate(d, dict.fromkeys(graph.symbols, size)) for d in p.shape]
+                                      ).astype(np.float32) for p in graph.params]
+        got, stitched_runs, _ = counted(lambda inputs=inputs: tf.nest.flatten(f(*inputs)))
+        assert stitched_runs == 1
+        for g, want in zip(got, interp.run(graph, inputs), strict=True):
+            np.testing.assert_allclose(g.numpy(), want, rtol=1e-3, atol=1e-3)
