@@ -30,7 +30,7 @@ def two_layers():
     b = Builder()
     x = b.param((None, 512), "float32")
     h = b.ew("tanh", plain(b, x, b.param((512, 1024), "float32")))
-    return b.finish([b.ew("exp", plain(b, h, b.param((1024, 300), "float32"))), h])
+    return b.finish([b.ew("sigmoid", plain(b, h, b.param((1024, 300), "float32"))), h])
 
 
 def weight_gradient():
@@ -69,7 +69,7 @@ def test_every_size_gives_the_interpreters_results(make, monkeypatch):
         inputs = [rng.standard_normal([D.evaluate(d, dict.fromkeys(graph.symbols, size)) for d in p.shape]
                                       ).astype(np.float32) for p in graph.params]
         for got, want in zip(host.run(program, inputs), interp.run(graph, inputs), strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max(initial=1))
         steps.add(tuple(map(id, ran(program, size))))
     assert len(steps) > 3
 
@@ -118,4 +118,4 @@ def test_the_op_runs_the_plan_of_the_size(make, monkeypatch):
         got, stitched_runs, _ = counted(lambda inputs=inputs: tf.nest.flatten(f(*inputs)))
         assert stitched_runs == 1
         for g, want in zip(got, interp.run(graph, inputs), strict=True):
-            np.testing.assert_allclose(g.numpy(), want, rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(g.numpy(), want, rtol=1e-3, atol=1e-4 * np.abs(want).max(initial=1))
