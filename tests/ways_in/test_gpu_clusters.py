@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tf_stitch
+from tests.graph.test_fused import fused
 from tests.ways_in.graphs import build, run, stitched
 from tf_stitch import compiler, hook
 from tf_stitch.graph import devices
@@ -190,4 +191,19 @@ def test_what_grapplers_remapper_makes_of_batch_normalisation():
     out, report = rewrite(graph, GPU)
     (node,) = stitched(out)
     assert [s.flags[:4] for s in program_of(node).steps if isinstance(s, LibraryStep)] == [(1, 0, 1, 1)] * 2
+    assert not [n for g in report.graphs for n in g.left]
+
+
+def test_what_grapplers_remapper_makes_of_convolutions():
+    def model():
+        x, w, b = (v1.placeholder(tf.float32, s, name=n) for n, s in (
+            ("x", [1, 28, 28, 64]), ("w", [3, 3, 64, 64]), ("b", [64])))
+        for _ in range(2):
+            x = fused("_FusedConv2D", ["BiasAdd", "Relu"], x, w, b, strides=[1, 1, 1, 1], padding="SAME",
+                      dilations=[1, 1, 1, 1])
+        tf.identity(x, name="y")
+
+    _, out, report = for_gpu(model)
+    (node,) = stitched(out)
+    assert [s.flags[:3] for s in program_of(node).steps if isinstance(s, LibraryStep)] == [(1, 0, 1)] * 2
     assert not [n for g in report.graphs for n in g.left]

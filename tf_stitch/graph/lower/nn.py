@@ -243,7 +243,8 @@ def _convolve(c: Context, x: Node, w: Node, groups: int) -> Node:
     return _back(c, c.b.conv(x, w, strides, _padding(c, x, size, strides), dilations, groups))
 
 
-def _static_filter(view: GraphView, node: NodeView) -> str | None:
+def static_filter(view: GraphView, node: NodeView) -> str | None:
+    """Why a convolution's filter or layout cannot be used; None when it can."""
     if None in (view.shape(node.inputs[1]) or (None,)):
         return "the filter's shape is not static"
     if str(node.attr("data_format", "NHWC")) not in ("NHWC", "NCHW", "NDHWC", "NCDHW"):
@@ -251,7 +252,7 @@ def _static_filter(view: GraphView, node: NodeView) -> str | None:
     return None
 
 
-@lower("Conv2D", "Conv3D", kinds=FLOAT, check=_static_filter)
+@lower("Conv2D", "Conv3D", kinds=FLOAT, check=static_filter)
 def conv(c: Context, x: Node, w: Node) -> Node:
     x = _last(c, x)
     channels = x.shape[-1]
@@ -261,7 +262,7 @@ def conv(c: Context, x: Node, w: Node) -> Node:
     return _convolve(c, x, w, D.static(channels) // depth if depth else 1)
 
 
-@lower("DepthwiseConv2dNative", kinds=FLOAT, check=_static_filter)
+@lower("DepthwiseConv2dNative", kinds=FLOAT, check=static_filter)
 def depthwise_conv(c: Context, x: Node, w: Node) -> Node:
     *k, channels, multiplier = map(D.static, w.shape)
     return _convolve(c, _last(c, x), c.b.reshape(w, (*k, 1, channels * multiplier)), channels)

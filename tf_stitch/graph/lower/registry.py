@@ -56,13 +56,14 @@ CONTRACTIONS = frozenset({
     "MaxPool", "MaxPoolV2", "AvgPool", "MaxPool3D", "AvgPool3D", "_FusedMatMul", "_FusedConv2D", "SparseMatMul", "Conv",
     "Conv2DBackpropInput", "Conv2DBackpropFilter", "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2",
     "DepthwiseConv2dNativeBackpropInput", "DepthwiseConv2dNativeBackpropFilter", "_FusedBatchMatMulV2",
-    "_FusedDepthwiseConv2dNative", "MaxPoolGrad", "AvgPoolGrad", "MaxPool3DGrad", "AvgPool3DGrad",
-    "Conv2DBackpropInputV2", "Conv2DBackpropFilterV2",
+    "_FusedDepthwiseConv2dNative", "_FusedConv3D", "_MklFusedBatchMatMulV2", "MaxPoolGrad", "AvgPoolGrad",
+    "MaxPool3DGrad", "AvgPool3DGrad", "Conv2DBackpropInputV2", "Conv2DBackpropFilterV2",
 })
 
 # Those of them that a GPU program computes itself: by a library's call, or in a kernel.
 PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "_FusedMatMul", "Conv2D",
-                      "Conv3D", "DepthwiseConv2dNative", "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D"})
+                      "Conv3D", "DepthwiseConv2dNative", "_FusedConv2D", "_FusedConv3D", "_FusedDepthwiseConv2dNative",
+                      "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D"})
 
 # Ops that move no data: they give another name, shape or description to a tensor.
 METADATA = frozenset({
