@@ -92,6 +92,10 @@ class Variables {
 
   // False when the variable holds nothing.  Call by increasing address of the variables' locks.
   bool Read(Var* variable, Tensor* value) {
+    if (!locked_.empty() && locked_.back() == variable) {  // a second read would wait for a writer that waits for us
+      *value = *variable->tensor();
+      return true;
+    }
     variable->mu()->lock_shared();
     bool good = variable->is_initialized && variable->tensor()->IsInitialized();
     if (good) *value = *variable->tensor();

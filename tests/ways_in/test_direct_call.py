@@ -198,6 +198,40 @@ def test_variables_with_sparse_updates_are_read(count):
     assert count.replayed == 4
 
 
+def test_a_variable_that_a_program_reads_twice_is_locked_once(count, monkeypatch):
+    """Beside writers, a second lock of the same mutex may wait for one that waits for the first."""
+    made = []
+    new = direct_call._new
+    monkeypatch.setattr(direct_call, "_new", lambda *args: made.append(args[3:5]) or new(*args))
+    v = tf.Variable(np.ones((64, 8), np.float32))
+
+    @tf_stitch.function(autograph=False)
+    def f(x):
+        first = v.read_value()
+        with tf.control_dependencies([x]):  # reads that wait for different nodes are not merged
+            second = v.read_value()
+        return tf.tanh(first * 2 + x) * tf.exp(-second)
+
+    x, stop = tensor(64, 8), threading.Event()
+    row = tf.IndexedSlices(tf.ones((1, 8)), tf.constant([7]))
+    v.scatter_update(row)
+
+    def write():
+        while not stop.is_set():
+            v.scatter_update(row)
+
+    writers = [threading.Thread(target=write, daemon=True) for _ in range(3)]
+    for t in writers:
+        t.start()
+    got = [f(x) for _ in range(300)]
+    stop.set()
+    for t in writers:
+        t.join(60)
+    assert [kinds.count(direct_call.VARIABLE) for kinds, _ in made] == [2] and count.replayed > 250
+    for y in got:
+        np.testing.assert_allclose(y, np.tanh(2 + x.numpy()) * np.exp(-1), rtol=1e-5)
+
+
 @pytest.mark.parametrize("look", ["tape", "accumulator", "device", "callback", "cancellation", "async", "eager"])
 def test_who_looks_on_sees_the_function(count, look):
     """What must see the function's call, or ask more of it than a replay can do."""
