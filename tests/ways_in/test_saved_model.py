@@ -156,6 +156,23 @@ def test_tolerance_is_the_element_types(tmp_path):
             judge(got, want)
 
 
+def test_models_are_compared_without_tf32(monkeypatch):
+    """On a GPU, products round to 11 bits else: less than a wrong number, more than the tolerance."""
+    seen = []
+
+    def runs(*args):
+        seen.append(tf.config.experimental.tensor_float_32_execution_enabled())
+        return iter([({"y": np.ones(1)}, {"y": np.ones(1)})])
+
+    monkeypatch.setattr(saved_model, "signatures", lambda folder: {"f": None})
+    monkeypatch.setattr(saved_model, "_runs", runs)
+    for was in (False, True):
+        tf.config.experimental.enable_tensor_float_32_execution(was)
+        assert saved_model.compare("a", "b") == {"f/y": 0.0}
+        assert tf.config.experimental.tensor_float_32_execution_enabled() is was
+    assert seen == [False, False]
+
+
 # --- bad input ---------------------------------------------------------------------------------------
 
 def rewrite(src, dst, **options):

@@ -267,9 +267,12 @@ class StageEmitter:
         run = self._repeated(node, index)
         if run:
             return run
-        text = self.runs.load(node, index) if self.runs and not shared else None
-        text = text or self.place(node, index, shared)
+        text = self.place(node, index, shared) if shared else self.stored(node, index)
         return text if shared or storage_type(node.dtype) == compute_type(node.dtype) else f"ts_load({text})"
+
+    def stored(self, node: Node, index: Index) -> str:
+        """An expression that reads an element of a value in the kernel's memory, in the storage type."""
+        return (self.runs.load(node, index) if self.runs else None) or self.place(node, index, shared=False)
 
     def _repeated(self, node: Node, index: Index) -> str:
         """An element of a table of what ``node`` is at every place of a run, when only that place matters."""

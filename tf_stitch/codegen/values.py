@@ -153,8 +153,12 @@ def _cast(e: StageEmitter, node: Node, index: Index) -> str:
 
 
 def _bitcast(e: StageEmitter, node: Node, index: Index) -> str:
-    x = evaluate(e, node.inputs[0], index)
-    return f"ts_load(ts_bitcast<{storage_type(node.dtype)}>(ts_store<{storage_type(node.inputs[0].dtype)}>({x})))"
+    """Of a half in memory its own bits: the float that it is computed with does not keep those of NaN on a GPU."""
+    x, at = seen(e, node.inputs[0], index)
+    to, source = storage_type(node.dtype), storage_type(x.dtype)
+    own_bits = source != compute_type(x.dtype) and e.in_memory(x) and x not in e.part.slots
+    bits = e.stored(x, at) if own_bits else f"ts_store<{source}>({evaluate(e, x, at)})"
+    return f"ts_load(ts_bitcast<{to}>({bits}))"
 
 
 def _select(e: StageEmitter, node: Node, index: Index) -> str:
