@@ -99,14 +99,16 @@ def run(workload: Workload, args: argparse.Namespace) -> list[bench.Row]:
     with turns.measuring():
         rows = bench.measure(workload.name, calls, rounds=args.rounds, round_s=args.round_s, started=_Rewrites(),
                              quiet=turns.quiet)
-        for key, call in runners.items():
-            row = rows[_label(*key)]
-            row.system, row.dynamic = key
-            if not (args.no_errors or row.note):
-                wanted = reference.read(reference.path_of(args.reference, workload.name), "output")
-                row.max_rel_error = bench.max_rel_error(call.results(), wanted)
-            if args.profile and not row.note:
-                _print_profile(workload, key, args)
+        good = {key: call for key, call in runners.items() if not rows[_label(*key)].note}
+        results = {} if args.no_errors else {key: call.results() for key, call in good.items()}
+        for key in good if args.profile else ():
+            _print_profile(workload, key, args)
+    for key in runners:
+        rows[_label(*key)].system, rows[_label(*key)].dynamic = key
+    with turns.preparing():
+        wanted = reference.read(reference.path_of(args.reference, workload.name), "output") if results else []
+        for key, found in results.items():
+            rows[_label(*key)].max_rel_error = bench.max_rel_error(found, wanted)
     return _in_order(list(rows.values()), args)
 
 

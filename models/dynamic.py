@@ -1,6 +1,6 @@
 """One rewrite, many batch sizes, beside a rewrite and an XLA compile for each size.
 
-    python -m models.dynamic [--workloads lr,rnn,dlrm] [--sizes 100] [--compared 100] [--xla-seconds 20]
+    python -m models.dynamic [--workloads layernorm,rnn,dlrm] [--sizes 100] [--compared 100] [--xla-seconds 20]
 
 The rewrites for single sizes are made by several processes side by side, which then wait and are timed one after the
 other; what compiles in a time that is told does so alone.
@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ AGAIN = 4  # so many times the rounds
 
 
 def experiment(workload: Workload, sizes: Sequence[int], *, compared: int = 100, rounds: int = 10,
-               round_s: float = 0.01, xla_latencies: int = 5, xla_seconds: float = 20.0,
+               round_s: float = 0.005, xla_latencies: int = 5, xla_seconds: float = 20.0,
                processes: int = 0) -> dict[str, Any]:
     """What serving every size of ``sizes`` costs.
 
@@ -57,14 +57,23 @@ def experiment(workload: Workload, sizes: Sequence[int], *, compared: int = 100,
       of the one rewrite; ``xla_compiled`` sizes, their ``xla_compile_s`` in all, and ``xla_all_s``: that, or its
       extrapolation to all sizes when ``xla_extrapolated``.
     """
+    say = _progress(workload.name)
     found = _one_for_all(workload, sizes)
+    say(f"{len(sizes)} sizes called, {found['rewrites']} rewrites after the first, of {found['compile_s']:.1f} s")
     at = _spread(sizes, compared)
     samples = _compared(workload, at, _spread(at, xla_latencies), rounds, round_s,
                         processes or max(1, len(os.sched_getaffinity(0)) * 3 // 4))
+    say(f"{len(at)} sizes compared")
     xla = list(_xla_compiles(workload, _spread(sizes, len(sizes))[::-1], xla_seconds))
+    say(f"{len(xla)} XLA compiles in {sum(xla):.1f} s")
     return found | {"samples": samples, "worst_ratio": max(s["ratio"] for s in samples), "xla_compiled": len(xla),
                     "xla_compile_s": sum(xla), "xla_mean_compile_s": statistics.mean(xla),
                     "xla_all_s": statistics.mean(xla) * len(sizes), "xla_extrapolated": len(xla) < len(sizes)}
+
+
+def _progress(name: str) -> Callable[[str], None]:
+    start = time.monotonic()
+    return lambda what: print(f"  {name}, after {time.monotonic() - start:.0f} s: {what}", file=sys.stderr, flush=True)
 
 
 def _one_for_all(workload: Workload, sizes: Sequence[int]) -> dict[str, Any]:
@@ -199,12 +208,12 @@ def line(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a line and a JSON document per workload; exit status 1 when one falls short."""
     parser = argparse.ArgumentParser("python -m models.dynamic", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workloads", default="lr,rnn,dlrm", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--workloads", default="layernorm,rnn,dlrm", help="comma-separated (default: %(default)s)")
     parser.add_argument("--sizes", type=int, default=100, help="batch sizes from 1 (default: %(default)s)")
     parser.add_argument("--compared", type=int, default=100, help="of them compared with rewrites of their own")
     parser.add_argument("--xla-seconds", type=float, default=20.0, help="time for XLA compiles, per workload")
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds of a comparison")
-    parser.add_argument("--round-s", type=float, default=0.01, help="seconds of a round for each system")
+    parser.add_argument("--round-s", type=float, default=0.005, help="seconds of a round for each system")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--at", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--xla-at", type=int, nargs="*", default=[], help=argparse.SUPPRESS)

@@ -37,6 +37,7 @@ WEIGHTS = {"tests": 1.5, "sanitize": 1.0, "kernels": 1.0, "workloads": 1.0, "mem
            "dynamic": 1.5, "restart": 1.0, "peers": 3.0}  # of the time
 PARTS = tuple(WEIGHTS)
 ROOT = Path(__file__).resolve().parents[1]
+STARTED = 4  # processes of the benchmark: starting TensorFlow takes longer than measuring most workloads
 CHUNKS, PER_CHUNK = 12, 25
 FOR_THE_LAST_S = 50  # of the tests part: for tests that run alone
 WRONG = 1e-4  # of an output's largest value, without TF32
@@ -290,15 +291,15 @@ def memory(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
 def benchmark(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
     """A row per workload and system, the batch size known and unknown; each workload in a process of its own.
 
-    Two processes live at a time: one prepares while the other measures (:mod:`models.turns`).  The first ones prepare
-    while the float64 results are computed.
+    Some processes live at a time: they start and prepare while one measures (:mod:`models.turns`).  The first ones
+    prepare while the float64 results are computed.
     """
     from .turns import Turns
     from .workloads import select
 
     done = Record(args.out / "bench.json").steps
     names = [w.name for w in select(args.workloads) if w.name not in done]
-    pool = ThreadPoolExecutor(2)
+    pool = ThreadPoolExecutor(STARTED)
     with Turns(args.scratch / "turns").measuring():
         jobs = {name: pool.submit(_rows_of, name, args) for name in names}
         reference.compute(args.scratch / "reference", names)
@@ -445,7 +446,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--types", default=TYPES, help="of primitives, comma-separated (default: %(default)s)")
     parser.add_argument("--tests", default="tests/gpu", help="files of the tests part (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=6, help="of the tests part (default: %(default)s)")
-    parser.add_argument("--dynamic", default="rnn,dlrm,lr", help="workloads of the dynamic part")
+    parser.add_argument("--dynamic", default="rnn,dlrm,layernorm", help="workloads of the dynamic part")
     parser.add_argument("--all-xla", default="", help="of them those that XLA compiles for every size, in all the time")
     parser.add_argument("--sizes", type=int, default=100, help="batch sizes of the dynamic part, from 1")
     parser.add_argument("--compared", type=int, default=100, help="of them compared with static rewrites")
