@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SYSTEMS = ("tensorflow", "xla", "jax", "torch", "stitched")
-LABELS = {"tensorflow": "TensorFlow", "xla": "XLA", "jax": "JAX", "torch": "PyTorch", "stitched": "tf_stitch"}
-COLORS = {"tensorflow": "#9aa0a6", "xla": "#4c78a8", "jax": "#54a24b", "torch": "#e45756", "stitched": "#f2a900"}
-FIGURES = (  # key of a row, file, title
-    ("latency_us", "latency", "latency, microseconds (a call and a device sync)"),
-    ("kernels", "kernels", "kernels per inference"),
-    ("gpu_busy_us", "busy", "GPU-busy time per inference, microseconds"),
-)
+from tf_stitch.bench import Row
+from tf_stitch.bench_plots import COLORS, FIGURES, bars, draw_bars
+
+NAMES = {"latency_us": "latency", "kernels": "kernels", "gpu_busy_us": "busy"}  # of files, by key of a row
+BATCHES = {False: ("", ""), True: ("_any", ", the batch size unknown to the system")}  # end of the name, of the title
 
 
 def draw(results: dict[str, Any], stem: Path) -> list[Path]:
@@ -23,45 +20,20 @@ def draw(results: dict[str, Any], stem: Path) -> list[Path]:
 
     Raises ModuleNotFoundError without matplotlib (the extra "models" has it).
     """
+    from matplotlib.figure import Figure
+
+    rows = [Row(**r) for r in results["rows"]]
     written: list[Path] = []
-    for key, name, title in FIGURES:
-        bars = _bars(results["rows"], key)
-        if bars:
-            written += _save(_bar_chart(bars, title, results["device"]), stem, name)
+    for dynamic, (ending, about) in BATCHES.items():
+        for key, title in FIGURES.items():
+            found = bars(rows, key, dynamic)
+            if found:
+                figure = Figure(figsize=(max(6.0, 1.1 * len(found)), 4.5), layout="constrained")
+                draw_bars(figure.add_subplot(), found, f"{title}{about}\n{results['device']}")
+                written += _save(figure, stem, NAMES[key] + ending)
     if results.get("dynamic"):
         written += _save(_curves(results["dynamic"], results["device"]), stem, "dynamic")
     return written
-
-
-def _bars(rows: Sequence[dict[str, Any]], key: str) -> dict[str, dict[str, float]]:
-    """{workload: {system: figure}} of the rows with a known batch size."""
-    out: dict[str, dict[str, float]] = {}
-    for r in rows:
-        if r.get(key) and not r.get("dynamic"):
-            out.setdefault(r["workload"], {})[r["system"]] = r[key]
-    return out
-
-
-def _bar_chart(bars: dict[str, dict[str, float]], title: str, device: str) -> Any:
-    """Grouped bars on a logarithmic axis: a group per workload, a bar per system."""
-    from matplotlib.figure import Figure
-
-    systems = [s for s in SYSTEMS if any(s in b for b in bars.values())]
-    figure = Figure(figsize=(max(6.0, 1.1 * len(bars)), 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    width = 0.8 / len(systems)
-    for i, system in enumerate(systems):
-        places = [k for k, b in enumerate(bars.values()) if system in b]
-        heights = [b[system] for b in bars.values() if system in b]
-        drawn = axes.bar([k + (i - (len(systems) - 1) / 2) * width for k in places], heights, width,
-                         label=LABELS[system], color=COLORS[system])
-        axes.bar_label(drawn, fmt="%.0f", fontsize=5, rotation=90, padding=2)
-    axes.set_yscale("log")
-    axes.margins(y=0.15)
-    axes.set_xticks(range(len(bars)), list(bars), rotation=30, ha="right")
-    axes.set_title(f"{title}\n{device}", fontsize=9)
-    axes.legend(fontsize=7, ncols=len(systems))
-    return figure
 
 
 def _curves(dynamic: Sequence[dict[str, Any]], device: str) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tf_stitch import bench
+from tf_stitch import bench, bench_plots
 
 from . import bench as models_bench
 from . import plots
@@ -61,7 +61,7 @@ def _rows(steps: Steps) -> list[dict[str, Any]]:
 
 def _ordered(rows: Any) -> list[bench.Row]:
     """By workload, the known batch first, then by system."""
-    workloads, systems = list(REGISTRY), list(plots.SYSTEMS)
+    workloads, systems = list(REGISTRY), list(bench_plots.SYSTEMS)
     return sorted(rows, key=lambda r: (workloads.index(r.workload), r.dynamic, systems.index(r.system)))
 
 

@@ -92,6 +92,10 @@ def _bench(args: argparse.Namespace) -> int:
     rows = bench_saved_model(args.src, signature=args.signature, inputs=load_inputs(args.inputs) or None,
                              batch=args.batch, systems=args.systems.split(","), rounds=args.rounds)
     found = document(rows, machine())
+    if args.plot:
+        from .bench_plots import plot
+
+        plot(found, args.plot)
     if args.json:
         print(json.dumps(found, indent=1))
     elif not args.quiet:
@@ -246,6 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--batch", type=_positive, default=1, metavar="N", help="size of unknown dims of drawn inputs")
     bench.add_argument("--rounds", type=_positive, default=20, metavar="N")
     bench.add_argument("--systems", default="tensorflow,xla,stitched", metavar="LIST")
+    bench.add_argument("--plot", metavar="FILE.png", help="also draw the results (needs matplotlib)")
     bench.set_defaults(run=_bench)
 
     serve = commands.add_parser("serve-bench", parents=[output], help="serve several SavedModels under load",

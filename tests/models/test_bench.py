@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tf_stitch
 from models import bench as models_bench
-from tf_stitch import bench
+from tf_stitch import bench, bench_plots
 from tf_stitch.errors import OptionError
 
 
@@ -103,6 +103,13 @@ def test_a_saved_model_on_all_systems(tmp_path: Path) -> None:
     rows = bench.bench_saved_model(str(tmp_path / "m"), signature="serve", batch=5, rounds=1)
     assert [r.system for r in rows] == list(bench.SYSTEMS) and not any(r.note for r in rows)
     assert all(r.max_rel_error is not None and r.max_rel_error < 1e-6 for r in rows)
+    assert rows[2].rewrite_s and rows[2].compile_s and rows[2].compile_s >= rows[2].rewrite_s
+    bench_plots.plot(bench.document(rows, bench.machine()), tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(OptionError, match="cannot be written"):
+        bench_plots.plot(bench.document(rows, bench.machine()), tmp_path / "none" / "p.png")
+    with pytest.raises(OptionError, match="nothing to plot"):
+        bench_plots.plot(bench.document([bench.Row("w", "xla", note="no")], bench.machine()), tmp_path / "q.png")
     with pytest.raises(OptionError, match="Unknown system tvm"):
         bench.bench_saved_model(str(tmp_path / "m"), systems=["tvm"])
     with pytest.raises(OptionError, match="no signature 'serving_default'"):
