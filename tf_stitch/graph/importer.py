@@ -18,7 +18,7 @@ from ..ir.dtypes import DTYPES
 from ..ir.graph import Graph, Node
 from ..ir.ops import IRError
 from . import lower
-from .lower.context import Context
+from .lower.context import Context, SymContext
 from .lower.registry import LITERAL_ELEMENTS, NotSymbolic, operand_kinds
 from .view import GraphView, NodeView, Ref
 
@@ -231,7 +231,7 @@ class _Importer:
         if rule is None or not self._integral(node):
             return None
         try:
-            made = rule(SymContext(self, node, demand))
+            made = rule(_Imported(self, node, demand))
         except (NotSymbolic, ValueError, IndexError):
             return None
         results = made if isinstance(made, list) else [made]
@@ -254,40 +254,20 @@ class _Importer:
             raise ImportFailed(f"Cluster '{name}' cannot be imported: {str(e).rstrip('.')}.") from e
 
 
-class SymContext:
-    """What a symbolic rule sees of its node."""
+class _Imported(SymContext):
+    """A symbolic rule's view of a node that is imported; ``demand`` as in :meth:`_Importer.symbol`."""
 
     def __init__(self, importer: _Importer, node: NodeView, demand: bool):
-        self._importer, self.node, self._demand = importer, node, demand
-        self.b, self.view = importer.b, importer.view
-
-    def attr(self, name: str, default: Any = None) -> Any:
-        return self.node.attr(name, default)
-
-    @property
-    def count(self) -> int:
-        """Number of inputs."""
-        return len(self.node.inputs)
+        super().__init__(node, importer.view, importer.b)
+        self._importer, self._demand = importer, demand
 
     def value(self, i: int) -> np.ndarray:
-        """Contents of input ``i`` as an object array of Dims."""
         found = self._importer.symbol(self.node.inputs[i], self._demand)
         if found is None:
             raise NotSymbolic
         return found
 
-    def values(self) -> list[np.ndarray]:
-        return [self.value(i) for i in range(self.count)]
-
-    def static(self, i: int) -> np.ndarray:
-        """Contents of input ``i`` when all are plain integers."""
-        found = self.value(i)
-        if not D.all_static(found.reshape(-1)):
-            raise NotSymbolic
-        return np.array(found.tolist(), np.int64).reshape(found.shape)
-
     def dims(self, i: int) -> tuple[Dim, ...]:
-        """Shape of input ``i``."""
         try:
             return self._importer.dims_of(self.node.inputs[i])
         except ImportFailed:

@@ -1,6 +1,7 @@
-"""What a lowering sees of the node it lowers."""
+"""What a lowering, or a symbolic rule, sees of its node."""
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,12 +13,46 @@ from ...ir.dims import Dim
 from ...ir.dtypes import DTYPES
 from ...ir.graph import Node
 from ..view import GraphView, NodeView, StaticShape
+from .registry import NotSymbolic
 
 if TYPE_CHECKING:
     from ...ir.builder import Builder
 
 # Compute type of sums and products over many elements: half types would lose digits with every step.
 WIDE = {"float16": "float32", "bfloat16": "float32"}
+
+
+class SymContext(ABC):
+    """What a symbolic rule sees of its node."""
+
+    def __init__(self, node: NodeView, view: GraphView, builder: Any):
+        self.node, self.view, self.b = node, view, builder
+
+    @abstractmethod
+    def value(self, i: int) -> np.ndarray:
+        """Contents of input ``i`` as an object array of Dims.  Raises NotSymbolic when they are not known."""
+
+    @abstractmethod
+    def dims(self, i: int) -> tuple[Dim, ...]:
+        """Shape of input ``i``.  Raises NotSymbolic when it is not known."""
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        return self.node.attr(name, default)
+
+    @property
+    def count(self) -> int:
+        """Number of inputs."""
+        return len(self.node.inputs)
+
+    def values(self) -> list[np.ndarray]:
+        return [self.value(i) for i in range(self.count)]
+
+    def static(self, i: int) -> np.ndarray:
+        """Contents of input ``i``.  Raises NotSymbolic unless all are plain integers."""
+        found = self.value(i)
+        if not D.all_static(found.reshape(-1)):
+            raise NotSymbolic
+        return np.array(found.tolist(), np.int64).reshape(found.shape)
 
 
 class Context:

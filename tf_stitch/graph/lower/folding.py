@@ -9,6 +9,7 @@ from ...ir import dims as D
 from ...ir.dims import Dim
 from ...ir.dtypes import DTYPES
 from ..view import NodeView, Ref
+from .context import SymContext
 from .registry import SYMBOLIC, NotSymbolic
 
 if TYPE_CHECKING:
@@ -24,31 +25,18 @@ class _Refuses:
         raise NotSymbolic
 
 
-class StaticContext:
+class StaticContext(SymContext):
     """What a symbolic rule sees of a node when only constants count."""
 
     def __init__(self, known: Inferred, node: NodeView):
-        self._known, self.view, self.node, self.b = known, known.view, node, _Refuses()
-
-    def attr(self, name: str, default: Any = None) -> Any:
-        return self.node.attr(name, default)
-
-    @property
-    def count(self) -> int:
-        return len(self.node.inputs)
+        super().__init__(node, known.view, _Refuses())
+        self._known = known
 
     def value(self, i: int) -> np.ndarray:
         found = self._known.constant(self.node.inputs[i])
         if found is None or found.size > MAX_ELEMENTS or found.dtype.kind not in "iub":
             raise NotSymbolic
         return found.astype(object)
-
-    def values(self) -> list[np.ndarray]:
-        return [self.value(i) for i in range(self.count)]
-
-    def static(self, i: int) -> np.ndarray:
-        value = self.value(i)
-        return np.array(value.tolist(), np.int64).reshape(value.shape)
 
     def dims(self, i: int) -> tuple[Dim, ...]:
         shape = self._known.proven.get(self.node.inputs[i])

@@ -15,7 +15,7 @@ from .registry import REGISTRY, Lowering, NotSymbolic, symbolic
 from .slicing import layout
 
 if TYPE_CHECKING:
-    from ..importer import SymContext
+    from .context import SymContext
 
 
 def dims_array(values: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
