@@ -23,6 +23,7 @@ from ..schedule.storage import HEAVY
 NOMINAL_DIMS = (4, 256)  # sizes that stand for an unknown dim
 PARTIAL_READS = frozenset({"slice", "gather", "gather_nd"})  # touch only what they return of their first operand
 NOMINAL_CORES = {"host": (2, 8, 64), "cuda": (132,)}
+BLOCKS_TOGETHER = 8  # on a core of a GPU
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Machine:
     cache_bytes: float  # a tensor up to this size passes between kernels through the cache
     op_time: Mapping[int, float]  # cost class -> ns per element and core
     product_time: float  # ns per multiply-add of a product and core
-    blocks_share: bool = True  # what no block differs in is done once per call, not in every block
+    blocks_share: bool = True  # what no block differs in is done once per call, not in every block; where it is not,
+    turn: int = 1  # a block loads so many elements of a stage,
+    turn_ns: float = 0.0  # waits so long for them, and goes on
     library_launch: float = 0.0  # a call of the matrix library
     library_rate: float = 0.0  # multiply-adds per ns of the matrix library
     library_bandwidth: float = 0.0  # bytes per ns that it reads and writes
@@ -48,7 +51,7 @@ MACHINES = {
     # An H200: kernels as nodes of a CUDA graph, products without tensor cores.
     "cuda": Machine(launch=2000, core_bandwidth=35, total_bandwidth=4000, cache_bandwidth=60,
                     cache_bytes=20 << 20, op_time={0: 0.005, CHEAP: 0.01, EXPENSIVE: 0.08},
-                    product_time=0.012, blocks_share=False, library_launch=3500, library_rate=15000,
+                    product_time=0.012, blocks_share=False, turn=1024, turn_ns=200, library_launch=3500, library_rate=15000,
                     library_bandwidth=2000),
 }
 
@@ -140,11 +143,21 @@ def _part_loads(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, i
         per_call = stage.hoisted and machine.blocks_share
         done = math.prod(box) * (1 if per_call else blocks if stage.hoisted else sharing)
         ns = max(1.0, done / once) * _once_ns(stage, once, stop, machine, env, apart > 0) if once else 0.0
+        if stage.hoisted and not per_call:
+            ns = max(ns, blocks * _wait_ns(stage, math.prod(box), blocks, machine))
         if per_call:
             serial += ns  # every call does it, whatever its share of the blocks
         else:
             work[sharing] = work.get(sharing, 0.0) + ns
     return [Load(b, ns, serial if b == blocks else 0.0) for b, ns in work.items()]
+
+
+def _wait_ns(stage: Any, elements: int, blocks: int, machine: Machine) -> float:
+    """How long a block takes at least over ``elements`` of a stage; blocks of the same core wait together."""
+    if all(item.node.op == "dot" for item in stage.items):
+        return 0.0
+    together = min(max(blocks // NOMINAL_CORES["cuda"][0], 1), BLOCKS_TOGETHER)
+    return -(-elements // machine.turn) * machine.turn_ns / together
 
 
 def _once_ns(stage: Any, elements: int, stop: set[Node], machine: Machine, env: Mapping[str, int],
