@@ -195,3 +195,10 @@ def test_the_text_is_cuda_too(tmp_path):
     source.write_text(translation_unit([kernel_of(g, CUDA) for g in graphs], "cuda"))
     subprocess.run([nvcc, "-std=c++17", "-arch=compute_90", "-ptx", "-w", str(source), "-o", str(tmp_path / "k.ptx")],
                    check=True)
+
+
+def test_rows_of_a_stack_are_read_in_wide_accesses():
+    """Eight rows to a tile, each from a buffer of its own that a table names."""
+    text = check(of_stack(16, 128, 64 * 132))
+    assert "TS_BUFFER" in text and "ts_read<4, 8>(" in text
+    assert "ts_read<4" not in check(of_stack(16, 127, 63 * 132))  # rows that begin anywhere

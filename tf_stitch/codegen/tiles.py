@@ -7,7 +7,7 @@ share a tile: each folds every so many-th run of elements, and their sums are ad
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from ..schedule.rules import Index
 from ..schedule.tile import guess, power_of_two
 from . import contract
 from .text import compute_type
-from .values import evaluate, seen
+from .values import evaluate, looked_up_piece, position_in_piece, seen, table_of
 
 if TYPE_CHECKING:
     from .loops import Loops
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CHAIN = 128  # the most products that one float32 accumulator chain sums before it is added to another
 WIDE = 4  # elements of one wide access
 SUMS = 32  # sums of all items that a thread keeps in registers, at most
-ROWS = 4  # of a tile, at most
+ROWS, MANY_ROWS = 8, 16  # of a tile, at most, where a block has so many
 LOADS = 96  # elements that a thread loads before it folds them, at most
 ACROSS = 8  # threads that read one row together where the folded dim is the contiguous one: a cache line
 
@@ -117,7 +117,7 @@ def _split(loops: Loops, row: int | None, column: int | None, outer: Sequence[in
     others = max(guess(D.product(loops.box[d][1] for d in outer)), 1)
     run = _run(loops, along)
     length = max(guess(loops.box[along][1]) // run, 1)
-    tile = [min(_tile(loops, row, sizes[0]), ROWS), _tile(loops, column, sizes[1])]
+    tile = [_tile(loops, row, sizes[0], ROWS if sizes[0] >= MANY_ROWS else WIDE), _tile(loops, column, sizes[1])]
     while items * tile[0] * tile[1] > SUMS and max(tile) > 1:
         tile[tile.index(max(tile))] //= 2
     across = contiguous[1] == along or (contiguous[0] == along and sizes[1] == 1)  # the larger operand
@@ -126,13 +126,13 @@ def _split(loops: Loops, row: int | None, column: int | None, outer: Sequence[in
     return Split(tile[0], tile[1], sharing, 1 if across else threads // sharing, run)
 
 
-def _tile(loops: Loops, d: int | None, size: int) -> int:
+def _tile(loops: Loops, d: int | None, size: int, most: int = WIDE) -> int:
     """Elements of a tile along a free dim; they divide a known extent."""
     if d is None:
         return 1
     ext = loops.box[d][1]
     if isinstance(ext, int):
-        return next(n for n in (WIDE, 2, 3, 1) if ext % n == 0)
+        return next(n for n in (8, 4, 2, 3, 1) if n <= most and ext % n == 0)
     return WIDE if size >= 4 * WIDE else 1
 
 
@@ -195,6 +195,10 @@ class Segment:
     start: Dim
     rounds: int
     partial: bool
+
+
+def _depends_on(d: Dim, symbol: str) -> bool:
+    return any(s.name == symbol for s in D.symbols(d))
 
 
 class Tiles:
@@ -414,32 +418,39 @@ class Tiles:
         if along:
             with self._along_tile(d, letter, f"{letter}1", each):
                 self.scopes.line(f"const ts_idx {k} = {k}_first;")
-                self.scopes.line(f"ts_read<{run}, {each}>({name} + g * {run * each} + {letter}1, {along});")
+                self.scopes.line(f"ts_read<{run}, {each}>({name} + g * {run * each} + {letter}1, {along()});")
             return
         with self.scopes.block(f"TS_EACH(v, {run})", (f"ts_{k}",)):
             self.scopes.line(f"const ts_idx {k} = {k}_first + v;")
             if across and d is not None:
                 with self.scopes.block("", (f"ts_i{d}",)):
                     self.scopes.line(f"const ts_idx i{d} = {self._inside(d, letter, '0', 1)};")
-                    self.scopes.line(f"ts_read<{each}, 1>({name} + (g * {run} + v) * {each}, {across});")
+                    self.scopes.line(f"ts_read<{each}, 1>({name} + (g * {run} + v) * {each}, {across()});")
                 return
             with self._along_tile(d, letter, f"{letter}1", each):
                 self.scopes.line(f"{name}[(g * {run} + v) * {each} + {letter}1] = {evaluate(self.e, node, place)};")
 
-    def _wide(self, node: Node, place: Index, symbol: str, count: int) -> str:
+    def _wide(self, node: Node, place: Index, symbol: str, count: int) -> Callable[[], str] | None:
         """The address of ``count`` neighbours along a symbol, where they are neighbours in memory and well aligned."""
         if count == 1 or (symbol.startswith("i") and self._is_ragged(int(symbol[1:]), count)):
-            return ""
+            return None
         node, place = seen(self.e, node, place)
-        if not self.e.in_memory(node):
-            return ""
-        name, at = f"ts_{symbol}", self.e.position(node, place)
+        name, first = f"ts_{symbol}", table_of(self.e, node)
+        if self.e.in_memory(node):
+            at = self.e.position(node, place)
+        elif first is not None and not _depends_on(place[node.attrs["axis"]], name):
+            at = position_in_piece(node, place)
+        else:
+            return None
         here = D.symbol(name)
         if D.substitute(at, {name: here + 1}) - D.substitute(at, {name: here}) != 1:
-            return ""
+            return None
         offset = self.box[int(symbol[1:])][0] if symbol.startswith("i") else 0
-        start = D.substitute(at, {name: offset + here * count})
-        return self.e.address(node, place) if D.mod(start, count) == 0 else ""
+        if D.mod(D.substitute(at, {name: offset + here * count}), count) != 0:
+            return None
+        if first is None:
+            return lambda: self.e.address(node, place)
+        return lambda: f"{looked_up_piece(self.e, node, place, first)} + ({self.e.dim(at)})"
 
     def _fold_segment(self, acc: str, segment: Segment, names: Sequence[Sequence[str]]) -> None:
         s = self.split

@@ -260,10 +260,23 @@ def _reshaped(e: StageEmitter, node: Node) -> Node:
     return node
 
 
-def _looked_up_piece(e: StageEmitter, node: Node, index: Index, first: int) -> str:
-    """An element of a concat of inputs that are neighbours among the kernel's buffers: no condition for each."""
+def table_of(e: StageEmitter, node: Node) -> int | None:
+    """The first of the kernel's neighbouring buffers that a concat is of, when no condition for each need find them."""
+    if node.op != "concat" or not _is_table(node):
+        return None
+    return e.kernel.first_of([_reshaped(e, x) for x in node.inputs])
+
+
+def position_in_piece(node: Node, index: Index) -> Dim:
+    """Where an element of a concat of tensors of one shape lies in the one that holds it."""
     axis, x = node.attrs["axis"], node.inputs[0]
-    size, c = x.shape[axis], storage_type(node.dtype)
+    return rules.linear((*index[:axis], D.mod(index[axis], x.shape[axis]), *index[axis + 1:]), x.shape)
+
+
+def looked_up_piece(e: StageEmitter, node: Node, index: Index, first: int) -> str:
+    """A pointer to the one of a table's buffers that holds an element."""
+    axis = node.attrs["axis"]
+    size, c = node.inputs[0].shape[axis], storage_type(node.dtype)
     where = (index[axis],)
     with e.scopes.at(e.scopes.depth_of(where)):
         pointer = e.scopes.find((node, where))
@@ -271,9 +284,7 @@ def _looked_up_piece(e: StageEmitter, node: Node, index: Index, first: int) -> s
             pointer = e.scopes.top.values[(node, where)] = e.fresh("p")
             piece = e.factor(D.floordiv(index[axis], size))
             e.scopes.line(f"const {c}* {pointer} = TS_BUFFER({c}, {first} + {piece});")
-    at = rules.linear((*index[:axis], D.mod(index[axis], size), *index[axis + 1:]), x.shape)
-    text = f"{pointer}[{e.dim(at)}]"
-    return text if c == compute_type(node.dtype) else f"ts_load({text})"
+    return pointer
 
 
 def _concat(e: StageEmitter, node: Node, index: Index) -> str:
@@ -282,9 +293,10 @@ def _concat(e: StageEmitter, node: Node, index: Index) -> str:
     piece = _piece(node, index)
     if piece is not None:
         return evaluate(e, *piece)
-    first = e.kernel.first_of([_reshaped(e, x) for x in node.inputs]) if _is_table(node) else None
+    first = table_of(e, node)
     if first is not None:
-        return _looked_up_piece(e, node, index, first)
+        text = f"{looked_up_piece(e, node, index, first)}[{e.dim(position_in_piece(node, index))}]"
+        return text if storage_type(node.dtype) == compute_type(node.dtype) else f"ts_load({text})"
     cases: list[tuple[str, Callable[[], str]]] = []
     for x, start in zip(node.inputs, rules.concat_starts(node), strict=True):
         size = x.shape[axis]
