@@ -51,8 +51,8 @@ MACHINES = {
     # An H200: kernels as nodes of a CUDA graph, products without tensor cores.
     "cuda": Machine(launch=2000, core_bandwidth=35, total_bandwidth=4000, cache_bandwidth=60,
                     cache_bytes=20 << 20, op_time={0: 0.005, CHEAP: 0.01, EXPENSIVE: 0.08},
-                    product_time=0.012, blocks_share=False, turn=1024, turn_ns=200, library_launch=3500, library_rate=15000,
-                    library_bandwidth=2000),
+                    product_time=0.012, blocks_share=False, turn=1024, turn_ns=200, library_launch=3500,
+                    library_rate=15000, library_bandwidth=2000),
 }
 
 
