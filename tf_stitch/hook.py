@@ -12,6 +12,7 @@ import functools
 import logging
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -230,7 +231,7 @@ def _rewrite(name: str, serialized: bytes, keep: tuple[str, ...]) -> bytes | Non
     """The stitched graph, or None when there is nothing to stitch."""
     from tensorflow.core.framework import graph_pb2
 
-    from . import direct_call
+    from . import direct_call, rewrites
     from .graph.rewriter import rewrite
 
     everything = _state.everything
@@ -241,7 +242,10 @@ def _rewrite(name: str, serialized: bytes, keep: tuple[str, ...]) -> bytes | Non
     options = replace(everything or Options(levels=()), keep=tuple(n for n in keep if not n.startswith("^")))
     run = [n.removeprefix("^") for n in keep if n.startswith("^")]
     only = None if everything is not None or MARK in name else marked_nodes
-    result, report = rewrite(graph, options, functions=False, keep_ends=False, run=run, only=only)
+    start = time.perf_counter()
+    result, report = rewrites.remembered(graph, options, [repr(run), str(only is None)], lambda: rewrite(
+        graph, options, functions=False, keep_ends=False, run=run, only=only))
+    report.seconds = time.perf_counter() - start
     if not report.clusters:
         return None
     direct_call.offer(name, generation(), result)

@@ -25,7 +25,7 @@ PROGRAMS = Cache("plans", ".program")
 
 def remembered(graph: Graph, target: Target, make: Callable[[], Program]) -> Program:
     """The program that ``make`` builds of a graph, from the disk where it was built before."""
-    key = key_of([_sources(), repr(target), digest(graph), os.environ.get(KEEP, "")])
+    key = key_of([sources(), repr(target), digest(graph), os.environ.get(KEEP, "")])
     data = PROGRAMS.get(key)
     if data is not None:
         with contextlib.suppress(ProgramError):  # what cannot be read is made anew
@@ -38,7 +38,7 @@ def remembered(graph: Graph, target: Target, make: Callable[[], Program]) -> Pro
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
     """A hash of this package's Python."""
     root = Path(__file__).parent
     h = hashlib.sha256()

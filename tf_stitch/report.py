@@ -68,13 +68,15 @@ class Report:
     """What a rewrite did.
 
     ``errors`` holds the worst error per output after a verification; ``notes`` are sentences on what a user may not
-    expect; ``seconds`` is how long it took, the compilers' time included.
+    expect; ``seconds`` is how long it took, the compilers' time included; ``failures`` counts kernels that did not
+    compile.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    failures: int = 0
 
     @property
     def clusters(self) -> list[ClusterReport]:
@@ -139,6 +141,7 @@ class Report:
         self.errors.update(other.errors)
         self.notes.extend(other.notes)
         self.seconds += other.seconds
+        self.failures += other.failures
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the derived numbers."""
@@ -146,6 +149,14 @@ class Report:
                    ("ops_before", "ops_after", "kernels", "kernels_after", "stitched_ops", "coverage")}
         return {**numbers, "seconds": round(self.seconds, 3), "errors": self.errors,
                 "notes": self.notes, "graphs": [asdict(g) for g in self.graphs]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Report:
+        """The report that :meth:`to_dict` gave these data of."""
+        graphs = [GraphReport(**{**g, "clusters": [_cluster(c) for c in g["clusters"]],
+                                 "left": [LeftNode(**n) for n in g["left"]],
+                                 "edges": [tuple(e) for e in g["edges"]]}) for g in data["graphs"]]
+        return cls(graphs, data["errors"], data["notes"], data["seconds"])
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -201,6 +212,10 @@ class Report:
         from .report_html import page
 
         return page(self, title)
+
+
+def _cluster(data: dict[str, Any]) -> ClusterReport:
+    return ClusterReport(**{**data, "nodes": [tuple(n) for n in data["nodes"]]})
 
 
 def _count(n: int, what: str) -> str:

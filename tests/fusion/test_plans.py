@@ -64,7 +64,7 @@ def test_what_differs_is_planned_anew(monkeypatch, other) -> None:
 
 def test_an_edited_package_plans_anew(monkeypatch) -> None:
     compiler.build_program(graph(), CUDA)
-    monkeypatch.setattr(plans, "_sources", lambda: "edited")
+    monkeypatch.setattr(plans, "sources", lambda: "edited")
     calls = []
     real = compiler.lay_out
     monkeypatch.setattr(compiler, "lay_out", lambda *args: calls.append(args) or real(*args))

@@ -17,12 +17,13 @@ import platformdirs
 
 log = logging.getLogger("tf_stitch")
 
+FOLDER = "TF_STITCH_CACHE"  # names the folder
 INCLUDE = Path(__file__).resolve().parent.parent / "codegen" / "include"
 
 
 def cache_folder() -> Path:
     """Where compiled code is kept between runs."""
-    return Path(os.environ.get("TF_STITCH_CACHE") or platformdirs.user_cache_dir("tf_stitch", appauthor=False))
+    return Path(os.environ.get(FOLDER) or platformdirs.user_cache_dir("tf_stitch", appauthor=False))
 
 
 class Cache:

@@ -86,7 +86,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
         places[0].only = only(graph_def)
     for place in places:
         place.plan()
-    _compile(places, progress)
+    failures = _compile(places, progress)
     functions_out = {f.signature.name: f for f in out.library.function}
     for place in places:
         try:
@@ -99,7 +99,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
                 out.library.function.append(fallback)
                 functions_out[fallback.signature.name] = out.library.function[-1]
     reports = [p.report() for p in places if p.why_untouched != _IS_FALLBACK]
-    return out, Report(reports, seconds=time.perf_counter() - start)
+    return out, Report(reports, seconds=time.perf_counter() - start, failures=failures)
 
 
 def _check_whole(nodes: Iterable[node_def_pb2.NodeDef], source: graph_pb2.GraphDef | function_pb2.FunctionDef) -> None:
@@ -395,16 +395,18 @@ def _unique(name: str, taken: set[str]) -> str:
     raise AssertionError
 
 
-def _compile(places: Iterable[_Place], progress: Progress | None) -> None:
-    """Machine code for every program; a cluster whose code does not compile goes back to TensorFlow."""
+def _compile(places: Iterable[_Place], progress: Progress | None) -> int:
+    """Machine code for every program; a cluster whose code does not compile goes back to TensorFlow.
+
+    Returns how many programs did not compile.
+    """
     groups: dict[Options, list[_Place]] = {}
     for place in places:
         groups.setdefault(replace(place.options, keep=()), []).append(place)
-    for options, together in groups.items():
-        _compile_for(together, options, progress)
+    return sum(_compile_for(together, options, progress) for options, together in groups.items())
 
 
-def _compile_for(places: list[_Place], options: Options, progress: Progress | None) -> None:
+def _compile_for(places: list[_Place], options: Options, progress: Progress | None) -> int:
     tell = progress or (lambda done, total, what: None)
     jobs = [j for p in places for j in p.jobs]
     texts = [j.program.text for j in jobs]
@@ -413,7 +415,9 @@ def _compile_for(places: list[_Place], options: Options, progress: Progress | No
         bad: dict[str, str] = {}
     except Exception:
         code, bad = _compile_one_by_one(texts, options)
+    failures = 0
     while bad:
+        failures += len(bad)
         for place in places:
             failed = {n: bad[j.program.text] for j in place.jobs if j.program.text in bad for n in j.cluster.members}
             if failed:
@@ -425,6 +429,7 @@ def _compile_for(places: list[_Place], options: Options, progress: Progress | No
     for place in places:
         for job in place.jobs:
             job.code = code[job.program.text]
+    return failures
 
 
 def _compile_one_by_one(texts: Iterable[str], options: Options) -> tuple[dict[str, dict[str, bytes]], dict[str, str]]:
