@@ -92,14 +92,14 @@ def _bench(args: argparse.Namespace) -> int:
     rows = bench_saved_model(args.src, signature=args.signature, inputs=load_inputs(args.inputs) or None,
                              batch=args.batch, systems=args.systems.split(","), rounds=args.rounds)
     found = document(rows, machine())
-    if args.plot:
-        from .bench_plots import plot
-
-        plot(found, args.plot)
     if args.json:
         print(json.dumps(found, indent=1))
     elif not args.quiet:
         Console(width=None if sys.stdout.isatty() else 200).print(table(found))
+    if args.plot:  # may fail: what took long to measure is told by now
+        from .bench_plots import plot
+
+        plot(found, args.plot)
     return 0
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tf_stitch
 from models import bench as models_bench
-from tf_stitch import bench, bench_plots
+from tf_stitch import bench, bench_plots, cli
 from tf_stitch.errors import OptionError
 
 
@@ -92,6 +92,15 @@ def test_ratios_are_taken_round_by_round() -> None:
             bench.Row("w", "stitched", 30.0, rounds_us=[5.0, 30.0, 45.0])]
     assert bench.ratio(rows, "w", "stitched") == 2.0
     assert bench.ratio(rows, "w", "tensorflow", "stitched") == 0.5
+
+
+def test_a_plot_that_cannot_be_made_loses_no_results(monkeypatch, capsys) -> None:
+    rows = [bench.Row("ranker", "xla", latency_us=5.0, rounds_us=[5.0])]
+    monkeypatch.setattr(bench, "bench_saved_model", lambda *args, **more: rows)
+    assert cli.main(["bench", "ranker", "--json", "--plot", "/no/such/folder/p.png"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["rows"][0]["workload"] == "ranker"
+    assert "plot" in told.err.lower() and told.err.count("\n") == 1
 
 
 def test_a_saved_model_on_all_systems(tmp_path: Path) -> None:
