@@ -135,6 +135,61 @@ assert not grown(), (used(), before)
 
 
 @pytest.mark.alone
+def test_no_memory_beside_tensorflows_own():
+    """Code, CUDA graphs and libraries take memory that TensorFlow does not hold: without any, results are right still,
+    or an error names what could not be had; with memory again, all is well.
+    """
+    said = in_a_process("""
+import numpy as np
+import tensorflow as tf
+from tests.gpu.test_robust import *
+from tf_stitch.backend import cuda
+tf.config.experimental.enable_tensor_float_32_execution(False)
+w = tf.constant(values(512, 512) / 16)
+def model(k):
+    def call(x):
+        for i in range(4):
+            x = chain(tf.matmul(tf.tanh(x), w) + float(k))
+        return x
+    return tf_stitch.function(call, input_signature=[tf.TensorSpec([None, 512])])
+def judge(f, n):
+    x = tf.constant(values(n, 512))
+    np.testing.assert_allclose(f(x), f.python_function(x), rtol=2e-3, atol=1e-5)
+known = model(0)
+judge(known, 2000)
+driver, taken = cuda.driver(), []
+size = 4 << 30
+while size >= 64 << 10:
+    try:
+        taken.append(driver.mem_alloc(size))
+    except driver.MemoryError:
+        size //= 2
+print("free:", driver.mem_get_info()[0] >> 20, "MiB")
+refused = []
+def attempt(f, n):
+    try:
+        judge(f, n)
+    except tf.errors.OpError as error:
+        assert "OUT_OF_MEMORY" in str(error) or "allocat" in str(error), error
+        refused.append(str(error).splitlines()[0][:300])
+for n in (1, 100, 333, 1000) * 4:
+    attempt(known, n)
+for k in range(1, 4):
+    attempt(model(k), 100)
+print("refused:", len(refused), *set(refused), sep=" | ")
+for memory in taken:
+    memory.free()
+before = runtime.counters()
+for f in (known, model(5)):
+    for n in (1, 100, 777):
+        judge(f, n)
+after = runtime.counters()
+assert after.stitched - before.stitched >= 6 and after.fallbacks == before.fallbacks
+""")
+    print(said[-2000:])
+
+
+@pytest.mark.alone
 def test_nothing_stays_behind_when_models_come_and_go():
     """Sessions over models that are rewritten anew, each with code and weights of its own."""
     x = values(64, 256)
