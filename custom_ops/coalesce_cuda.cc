@@ -12,8 +12,9 @@
 namespace tf_stitch {
 namespace {
 
-constexpr size_t kLaunchesPerUnit =
-    24;                          // late requests may join between units; each costs a copy and a turn of the lane
+// A request that comes late waits for the next superkernel, rather than joining this one on its way: so a unit is
+// as long as a graph may well be.
+constexpr size_t kLaunchesPerUnit = 256;
 constexpr double kLaunchUs = 3;  // guesses, until times are measured
 constexpr double kBytesPerUs = 2e6;
 constexpr size_t kTableBytes = size_t{64} << 10;
@@ -32,11 +33,6 @@ uint64_t Interned(const std::string& launches) {
   static auto& numbers = *new std::map<std::string, uint64_t>;
   std::lock_guard<std::mutex> lock(mu);
   return numbers.emplace(launches, numbers.size() + 1).first->second;
-}
-
-// Products that many requests may share a call for: nothing is added to them, and there is something to sum over.
-bool IsPlainProduct(const Step& s, const StepPlan& p) {
-  return s.kind == Step::Kind::kLibrary && s.call == LibraryCall::kMatmul && !s.matmul.bias && p.dims[3] > 0;
 }
 
 // What tells one launch from another, but for addresses; stays the same from process to process.
@@ -61,11 +57,6 @@ double CostUs(const Program& program, const Plan& plan, size_t step) {
   return kLaunchUs + bytes / kBytesPerUs;
 }
 
-// Address of matrix `b` of an operand.
-const char* MatrixOf(const void* base, bool broadcast, int64_t b, int64_t elements, int dtype) {
-  return static_cast<const char*>(base) + (broadcast ? 0 : b * elements * DTypeSize(dtype));
-}
-
 }  // namespace
 
 CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready) {
@@ -74,19 +65,16 @@ CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& rea
   size_t packed = 0;
   for (size_t i = 0; i < ready.launches(); ++i) {
     size_t step = ready.step(i);
-    cuda::Function many = ready.code()->many(step);
-    bool is_kernel = program.steps[step].kind == Step::Kind::kKernel;
-    packs.push_back(ready.is_grid(i) ? false
-                    : is_kernel      ? many != nullptr
-                                     : IsPlainProduct(program.steps[step], plan.steps[step]));
-    packed += packs.back() != 0;
+    launches.emplace_back(program, plan, ready, i);
+    packed += launches.back().many;
     texts.push_back(TextOf(program, plan, step, ready.tf32()));
     all += texts.back();
-    Append(many, &all);  // of one module: equal names mean equal code there
+    Append(ready.code()->many(step), &all);  // of one module: equal names mean equal code there
     Append(ready.code()->kernel(step), &all);
   }
   uint64_t number = Interned(all);
-  worth_packing = 2 * packed >= ready.launches();
+  // Where some cannot be shared, each request's own graph is cheaper than launches one by one between superkernels.
+  worth_packing = packed == ready.launches();
   auto made = std::make_shared<Work>();
   for (size_t first = 0; first < ready.launches();) {
     size_t end = worth_packing ? std::min(first + kLaunchesPerUnit, ready.launches()) : ready.launches();
@@ -96,7 +84,8 @@ CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& rea
       shape += texts[i];
       cost += CostUs(program, plan, ready.step(i));
     }
-    made->units.push_back({(number << 16) + made->units.size(), HashOfBytes(shape), cost});
+    made->units.push_back(
+        {(number << 16) + made->units.size(), HashOfBytes(shape), cost, worth_packing ? Company::kGathers : Company::kNone});
     begin.push_back(first);
     first = end;
   }
@@ -122,7 +111,8 @@ std::unique_ptr<CudaDevice> CudaDevice::Make(const cuda::Driver& driver, cuda::C
   driver.CtxGetStreamPriorityRange(&least, &greatest);
   for (int i = 0; i < lanes && error->empty(); ++i) {
     bool best_effort = lanes > 1 && i + 1 == lanes;
-    device->lanes_.push_back(cuda::LaneStreams::Make(driver, best_effort ? least : greatest, device->events_, error));
+    device->lanes_.emplace_back().streams =
+        cuda::LaneStreams::Make(driver, best_effort ? least : greatest, device->events_, error);
   }
   return error->empty() ? std::move(device) : nullptr;
 }
@@ -156,15 +146,17 @@ struct CudaDevice::UnderWay : Device::Ticket {
 
   double Wait(std::string* error) override {
     cuda::ScopedContext scope(device->driver_, device->context_);
-    cuda::Result result = Ended();
+    cuda::Result result = WaitForEnd();
     float ms = 0;
     if (!result) result = device->driver_.EventElapsedTime(&ms, begin.get(), end.get());
     if (result) *error = cuda::Failed(device->driver_, result, "running a superkernel");
     return static_cast<double>(ms) * 1000;
   }
 
+  bool Ended() override { return !end || device->driver_.EventQuery(end.get()) != cuda::kNotReady; }
+
   // Looks again and again for a while, then less often: a driver that blocks wakes up late.
-  cuda::Result Ended() const {
+  cuda::Result WaitForEnd() const {
     if (!end) return device->driver_.CtxSynchronize();
     Micros start = NowMicros();
     while (true) {
@@ -180,21 +172,21 @@ struct CudaDevice::UnderWay : Device::Ticket {
 
   CudaDevice* const device;
   std::shared_ptr<cuda::EventTag> begin, end;
-  std::shared_ptr<cuda::TableMemory> table;
+  std::shared_ptr<cuda::HostTable> table;
   std::vector<std::shared_ptr<const Plan>> plans;  // their graphs and modules
 };
 
-std::shared_ptr<cuda::TableMemory> CudaDevice::Table(size_t bytes) {
+std::shared_ptr<cuda::HostTable> CudaDevice::Table(size_t bytes) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (auto it = tables_.begin(); it != tables_.end(); ++it) {
       if ((*it)->bytes() < bytes) continue;
-      std::shared_ptr<cuda::TableMemory> found = std::move(*it);
+      std::shared_ptr<cuda::HostTable> found = std::move(*it);
       tables_.erase(it);
       return found;
     }
   }
-  return std::make_shared<cuda::TableMemory>(driver_, std::max(bytes, kTableBytes));
+  return std::make_shared<cuda::HostTable>(driver_, std::max(bytes, kTableBytes));
 }
 
 // Its inputs, or what it enqueued on another lane, come first.
@@ -207,21 +199,30 @@ std::string CudaDevice::WaitFor(cuda::Stream stream, size_t lane, const CudaRequ
   return result ? cuda::Failed(driver_, result, "waiting for a request's inputs") : "";
 }
 
+std::unique_ptr<Device::Ticket> CudaDevice::RanAlone(const CudaRequest& request, cuda::Stream stream) {
+  cuda::ScopedContext scope(driver_, context_);
+  auto under_way = std::make_unique<UnderWay>(this);
+  under_way->begin = request.inputs;
+  under_way->end = events_->Record(stream);
+  return under_way->end ? std::move(under_way) : nullptr;
+}
+
 std::unique_ptr<Device::Ticket> CudaDevice::Issue(size_t index, std::vector<Member>* members) {
   cuda::ScopedContext scope(driver_, context_);
   cuda::NoTuning no_tuning(true);  // others wait for this lane
-  cuda::LaneStreams& lane = *lanes_[index];
+  Lane& lane = lanes_[index];
+  cuda::Stream stream = lane.streams->main();
   auto under_way = std::make_unique<UnderWay>(this);
   std::string error;
   for (Member& m : *members) {
     auto* request = static_cast<CudaRequest*>(m.request);
     under_way->plans.push_back(request->plan);
-    if (error.empty()) error = WaitFor(lane.main(), index, *request);
+    if (error.empty()) error = WaitFor(stream, index, *request);
   }
-  under_way->begin = events_->Record(lane.main());
+  under_way->begin = events_->Record(stream);
   if (error.empty() && !under_way->begin) error = "an event cannot be recorded";
   if (error.empty()) error = Enqueue(&lane, members, under_way.get());
-  under_way->end = events_->Record(lane.main());
+  under_way->end = events_->Record(stream);
   if (error.empty() && !under_way->end) error = "an event cannot be recorded";
   for (Member& m : *members) {
     auto* request = static_cast<CudaRequest*>(m.request);
@@ -232,100 +233,64 @@ std::unique_ptr<Device::Ticket> CudaDevice::Issue(size_t index, std::vector<Memb
   return under_way;
 }
 
-std::string CudaDevice::Enqueue(cuda::LaneStreams* lane, std::vector<Member>* members, UnderWay* under_way) {
+std::string CudaDevice::Enqueue(Lane* lane, std::vector<Member>* members, UnderWay* under_way) {
   std::vector<CudaRequest*> requests;
   for (Member& m : *members) requests.push_back(static_cast<CudaRequest*>(m.request));
-  CudaRequest& first = *requests[0];
   size_t unit = members->front().unit;
-  if (unit == 0 && (requests.size() == 1 || !first.cuda_work->worth_packing)) {  // by their plans' own graphs
-    std::vector<cuda::LaneStreams::Work> work;
-    for (Member& m : *members) {
-      m.count = first.work->units.size();
-      work.push_back([&r = static_cast<CudaRequest&>(*m.request)](cuda::Stream stream, void*) {
-        std::string note;
-        return r.ready->Run(r.memory, r.workspace, stream, r.graphs, nullptr, &note);
-      });
-    }
-    return lane->SideBySide(work);
-  }
+  if (unit == 0 && requests.size() == 1) return EnqueueWhole(lane, &members->front());
   bool started = false;
   std::string error = EnqueuePacked(requests, unit, lane, under_way, &started);
   if (error.empty() || started) return error;
   cuda::Note("tf_stitch: requests run without superkernels: " + error + ".");
+  for (Member& m : *members) m.apart = true;
   return EnqueueApart(requests, unit, lane);
 }
 
+// All of a request, by its plan's own graph.
+std::string CudaDevice::EnqueueWhole(Lane* lane, Member* member) {
+  auto& r = static_cast<CudaRequest&>(*member->request);
+  member->count = r.work->units.size();
+  std::string note;
+  return r.ready->Run(r.memory, r.workspace, lane->streams->main(), r.graphs, nullptr, &note);
+}
+
 // `started` says whether anything was enqueued.
-std::string CudaDevice::EnqueuePacked(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaneStreams* lane,
+std::string CudaDevice::EnqueuePacked(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane,
                                       UnderWay* under_way, bool* started) {
-  cuda::LaunchList list(driver_, lane);
-  std::string error = Pack(requests, unit, &list);
-  if (!error.empty()) return error;
-  under_way->table = Table(list.table_bytes());
-  if (under_way->table->bytes() < list.table_bytes()) {
+  const CudaWork& work = *requests[0]->cuda_work;
+  uint64_t cluster = work.work->units[unit].cluster;
+  std::vector<PackMember> members;
+  for (const CudaRequest* r : requests) members.push_back({&r->cuda_work->launches, r->memory});
+  Pack* pack = lane->packs.Find(cluster, members.size());
+  if (!pack) {
+    const CudaRequest& first = *requests[0];
+    std::string error;
+    std::unique_ptr<Pack> made = Pack::Make(work.launches, work.begin[unit], work.begin[unit + 1], members.size(),
+                                            first.ready->code(), first.graphs, lane->streams.get(), &error);
+    if (!made) return error;
+    pack = lane->packs.Keep(cluster, members.size(), std::move(made));
+  }
+  under_way->table = Table(pack->table_bytes());
+  if (under_way->table->bytes() < pack->table_bytes()) {
     under_way->table.reset();
     return "there is no memory for their tables";
   }
+  pack->Fill(members, under_way->table->words());
   *started = true;
-  return list.Enqueue(under_way->table.get());
+  std::string error = lane->streams->CopyTable(under_way->table->words(), pack->table_bytes());
+  return error.empty() ? pack->Run() : error;
 }
 
 // Needs no memory: one request after the other.
-std::string CudaDevice::EnqueueApart(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaneStreams* lane) {
+std::string CudaDevice::EnqueueApart(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane) {
   const CudaWork& work = *requests[0]->cuda_work;
   std::string error;
   for (CudaRequest* r : requests) {
     for (size_t i = work.begin[unit]; i < work.begin[unit + 1] && error.empty(); ++i) {
-      error = r->ready->Enqueue(i, r->memory, r->workspace, lane->main());
+      error = r->ready->Enqueue(i, r->memory, r->workspace, lane->streams->main());
     }
   }
   return error;
-}
-
-std::string CudaDevice::Pack(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaunchList* list) {
-  const CudaWork& work = *requests[0]->cuda_work;
-  std::string error;
-  for (size_t i = work.begin[unit]; i < work.begin[unit + 1] && error.empty(); ++i) {
-    if (work.Packs(i)) {
-      error = PackLaunch(requests, i, list);
-      continue;
-    }
-    std::vector<cuda::LaneStreams::Work> each;
-    for (CudaRequest* r : requests) {
-      each.push_back(
-          [r, i](cuda::Stream stream, void*) { return r->ready->Enqueue(i, r->memory, r->workspace, stream); });
-    }
-    list->Add(std::move(each));
-  }
-  return error;
-}
-
-std::string CudaDevice::PackLaunch(const std::vector<CudaRequest*>& requests, size_t launch, cuda::LaunchList* list) {
-  const CudaRequest& first = *requests[0];
-  size_t step = first.ready->step(launch);
-  const Step& s = first.program->steps[step];
-  const StepPlan& p = first.plan->steps[step];
-  if (s.kind == Step::Kind::kKernel) {
-    std::vector<uint64_t> problems;
-    for (const CudaRequest* r : requests) r->ready->AppendWords(launch, r->memory, &problems);
-    list->AddKernel(first.ready->code()->many(step), p.blocks, s.threads, p.shared_bytes, problems, requests.size(),
-                    "kernel '" + s.kernel + "' of '" + s.origin + "'");
-    return "";
-  }
-  int dtype = first.program->buffers[s.buffers[0]].dtype;
-  int64_t batch = p.dims[0], m = p.dims[1], n = p.dims[2], k = p.dims[3];
-  const MatmulFlags& f = s.matmul;
-  std::vector<cuda::Product> products;
-  for (const CudaRequest* r : requests) {
-    const std::vector<uint32_t>& ids = r->program->steps[r->ready->step(launch)].buffers;
-    for (int64_t b = 0; b < batch; ++b) {
-      const char* out = MatrixOf(r->memory[ids.back()], false, b, m * n, dtype);
-      products.push_back({dtype, m, n, k, f.trans_lhs, f.trans_rhs, first.ready->tf32(),
-                          MatrixOf(r->memory[ids[0]], f.broadcast_lhs, b, m * k, dtype),
-                          MatrixOf(r->memory[ids[1]], f.broadcast_rhs, b, k * n, dtype), const_cast<char*>(out)});
-    }
-  }
-  return list->AddProducts(products, "the matrix products of '" + s.origin + "'");
 }
 
 }  // namespace tf_stitch

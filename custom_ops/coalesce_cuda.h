@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "coalesce_pack.h"
 #include "coalescer.h"
 #include "plan.h"
 #include "program.h"
@@ -25,11 +26,9 @@ constexpr size_t kLaunchesWorthHolding = 4;
 struct CudaWork : PlanExtra {
   CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready);
 
-  bool Packs(size_t launch) const { return packs[launch] != 0; }
-
   std::shared_ptr<const Work> work;
   std::vector<size_t> begin;  // by unit: its first launch; then the number of launches
-  std::vector<char> packs;    // by launch: whether many are one
+  std::vector<PackedLaunch> launches;
   bool worth_packing = false;
 };
 
@@ -42,7 +41,7 @@ class CudaRequest : public Request {
   const CudaWork* cuda_work = nullptr;
   void* const* memory = nullptr;  // device address of every buffer of the program
   void* workspace = nullptr;
-  bool graphs = true;                      // a lone request may be replayed as a CUDA graph
+  bool graphs = true;                      // it may run as a CUDA graph
   std::shared_ptr<cuda::EventTag> inputs;  // its memory may be used once this has happened
 
  private:
@@ -67,26 +66,33 @@ class CudaDevice : public Device {
   // An event on a stream of the context's; null when the driver fails.
   std::shared_ptr<cuda::EventTag> Record(cuda::Stream stream);
 
+  // The ticket of a request that its caller enqueued on `stream` after its `inputs`; null when the driver fails.
+  std::unique_ptr<Ticket> RanAlone(const CudaRequest& request, cuda::Stream stream);
+
  private:
   struct UnderWay;
 
+  struct Lane {
+    std::unique_ptr<cuda::LaneStreams> streams;
+    PackCache packs;
+  };
+
   CudaDevice(const cuda::Driver& driver, cuda::Context context);
   std::string WaitFor(cuda::Stream stream, size_t lane, const CudaRequest& request);
-  std::string Enqueue(cuda::LaneStreams* lane, std::vector<Member>* members, UnderWay* under_way);
-  std::string EnqueuePacked(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaneStreams* lane,
-                            UnderWay* under_way, bool* started);
-  static std::string EnqueueApart(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaneStreams* lane);
-  std::string Pack(const std::vector<CudaRequest*>& requests, size_t unit, cuda::LaunchList* list);
-  std::string PackLaunch(const std::vector<CudaRequest*>& requests, size_t launch, cuda::LaunchList* list);
-  std::shared_ptr<cuda::TableMemory> Table(size_t bytes);
+  std::string Enqueue(Lane* lane, std::vector<Member>* members, UnderWay* under_way);
+  static std::string EnqueueWhole(Lane* lane, Member* member);
+  std::string EnqueuePacked(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane, UnderWay* under_way,
+                            bool* started);
+  static std::string EnqueueApart(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane);
+  std::shared_ptr<cuda::HostTable> Table(size_t bytes);
 
   const cuda::Driver& driver_;
   const cuda::Context context_;
   std::string name_;
   std::shared_ptr<cuda::EventPool> events_;
-  std::vector<std::unique_ptr<cuda::LaneStreams>> lanes_;
+  std::vector<Lane> lanes_;
   std::mutex mu_;
-  std::vector<std::shared_ptr<cuda::TableMemory>> tables_;
+  std::vector<std::shared_ptr<cuda::HostTable>> tables_;
 };
 
 }  // namespace tf_stitch

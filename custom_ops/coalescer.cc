@@ -29,8 +29,9 @@ Coalescer::~Coalescer() { Stop(); }
 
 // --- what callers do -----------------------------------------------------------------------------------
 
-bool Coalescer::Submit(std::shared_ptr<Request> request) {
+Coalescer::Taken Coalescer::Submit(const std::shared_ptr<Request>& request, bool may_run) {
   Lock lock(mu_);
+  SettleAlone();
   request->id_ = next_id_++;
   Policy::Verdict verdict{Policy::Verdict::kFull, ""};
   while (!stopping_ && !request->cancelled_ && verdict.kind == Policy::Verdict::kFull) {
@@ -38,18 +39,66 @@ bool Coalescer::Submit(std::shared_ptr<Request> request) {
     if (verdict.kind == Policy::Verdict::kFull) room_.wait(lock);
   }
   if (verdict.kind == Policy::Verdict::kHeld) {
-    requests_.emplace(request->id_, std::move(request));
+    if (may_run && StartAlone(request->id_)) return Taken::kAlone;
+    requests_.emplace(request->id_, request);
     Wake();
-    return true;
+    return Taken::kHeld;
   }
-  if (verdict.kind == Policy::Verdict::kFull && !request->cancelled_) return false;  // stopping
+  if (verdict.kind == Policy::Verdict::kFull && !request->cancelled_) return Taken::kStopped;
   request->outcome_ = verdict.kind == Policy::Verdict::kRejected ? Outcome::kRejected : Outcome::kCancelled;
   request->why_ = std::move(verdict.why);
-  Gone gone;
-  gone.push_back(std::move(request));
+  Gone gone{request};
   Answer(&gone, &lock);
+  return Taken::kHeld;
+}
+
+// --- a request alone ---------------------------------------------------------------------------------------
+
+// Whether the request, just admitted, is the only one and is to run now.
+bool Coalescer::StartAlone(uint64_t id) {
+  if (alone_.id || !requests_.empty() || pending_ > 0 || stopping_) return false;
+  Micros wake = kNever, now = NowMicros();
+  if (!policy_.Next(LaneKind::kLatency, now, &alone_.superkernel, &wake)) return false;
+  policy_.Extend(&alone_.superkernel, id, SIZE_MAX);
+  alone_.id = id;
+  alone_.begin = now;
   return true;
 }
+
+void Coalescer::RanAlone(std::unique_ptr<Device::Ticket> ticket) {
+  Lock lock(mu_);
+  if (ticket) {
+    alone_.ticket = std::move(ticket);
+  } else {
+    policy_.Finished(alone_.superkernel, alone_.superkernel.estimate_us, NowMicros());
+    policy_.Remove(alone_.id, Outcome::kFailed, NowMicros());
+    alone_ = {};
+  }
+  room_.notify_all();
+}
+
+// Notes the end of a request that ran alone, if it has ended.
+void Coalescer::SettleAlone() {
+  if (!alone_.ticket || !alone_.ticket->Ended()) return;
+  std::string error;
+  double us = alone_.ticket->Wait(&error);
+  if (!error.empty()) us = alone_.superkernel.estimate_us;
+  Micros end = alone_.begin + static_cast<Micros>(us);
+  policy_.Finished(alone_.superkernel, us, end);
+  policy_.Remove(alone_.id, error.empty() ? Outcome::kCompleted : Outcome::kFailed, end);
+  alone_ = {};
+}
+
+// Until none runs; false when it does at `end` (kNever: waits for it).
+bool Coalescer::WaitForAlone(Micros end, Lock* lock) {
+  while (SettleAlone(), alone_.id) {
+    if (NowMicros() >= end) return false;
+    room_.wait_for(*lock, std::chrono::microseconds(100));
+  }
+  return true;
+}
+
+// --- what callers do, continued --------------------------------------------------------------------------------
 
 // A lane answers: the caller may hold locks that the answer needs.
 void Coalescer::Cancel(Request* request) {
@@ -64,10 +113,14 @@ void Coalescer::Cancel(Request* request) {
 
 bool Coalescer::Drain(Micros timeout) {
   Lock lock(mu_);
+  Micros end = timeout == kNever ? kNever : NowMicros() + timeout;
   auto idle = [this] { return Idle() && pending_ == 0; };
-  if (timeout != kNever) return room_.wait_for(lock, std::chrono::microseconds(timeout), idle);
-  room_.wait(lock, idle);
-  return true;
+  if (timeout == kNever) {
+    room_.wait(lock, idle);
+  } else if (!room_.wait_for(lock, std::chrono::microseconds(timeout), idle)) {
+    return false;
+  }
+  return WaitForAlone(end, &lock);
 }
 
 void Coalescer::Stop() {
@@ -76,6 +129,7 @@ void Coalescer::Stop() {
     stopping_ = true;
     Wake();
     room_.notify_all();
+    WaitForAlone(kNever, &lock);
   }
   for (Lane& lane : lanes_) {
     if (lane.issuer.joinable()) lane.issuer.join();
@@ -90,17 +144,20 @@ void Coalescer::SetTenant(const std::string& name, const TenantOptions& options)
 
 void Coalescer::RemoveTenant(const std::string& name) {
   Lock lock(mu_);
+  SettleAlone();
   policy_.RemoveTenant(name);
 }
 
 Coalescer::Stats Coalescer::stats() {
   Lock lock(mu_);
+  SettleAlone();
   Micros now = NowMicros();
   return {device_->name(), policy_.device_stats(now), policy_.held(), policy_.backlog_us(), now - started_};
 }
 
 std::map<std::string, Policy::Tenant> Coalescer::tenants() {
   Lock lock(mu_);
+  SettleAlone();
   return policy_.tenants();
 }
 
@@ -175,7 +232,12 @@ void Coalescer::Start(size_t index, Superkernel superkernel, Lock* lock) {
   Micros end = NowMicros();
   lock->lock();
   Gone gone;
-  for (Member& m : members) policy_.Extend(&superkernel, m.request->id_, m.count);
+  size_t apart = 0;
+  for (Member& m : members) {
+    policy_.Extend(&superkernel, m.request->id_, m.count);
+    apart += m.apart ? m.count : 0;
+  }
+  superkernel.launched = std::max<size_t>(apart, 1);
   for (Member& m : members) {
     if (!ticket) --m.request->under_way_;
     if (m.failed) {

@@ -50,7 +50,8 @@ class Request {
 struct Member {
   Request* request;
   size_t unit;
-  size_t count = 1;  // units that were run: a device may run more than the one where nobody else is concerned
+  size_t count = 1;    // units that were run: a device may run more than the one where nobody else is concerned
+  bool apart = false;  // it shared no launch with the others
   bool failed = false;
   std::string error;  // when failed: as Request::Done's `why`
 };
@@ -62,6 +63,7 @@ class Device {
   struct Ticket {
     virtual ~Ticket() = default;
     virtual double Wait(std::string* error) = 0;
+    virtual bool Ended() = 0;  // whether Wait would return at once
   };
 
   virtual ~Device() = default;
@@ -92,9 +94,19 @@ class Coalescer {
   Coalescer(const Options& options, std::unique_ptr<Device> device, const std::string& estimates);
   ~Coalescer();  // stops
 
-  // Takes a request, which is answered by Done; while max_instances are held, blocks.  False, and Done is not called,
-  // when the coalescer has stopped.
-  bool Submit(std::shared_ptr<Request> request);
+  // What becomes of a request.
+  enum class Taken : uint8_t {
+    kHeld,     // it is answered by Done
+    kStopped,  // nothing: the coalescer has stopped; Done is not called
+    kAlone     // its caller is to run it, at once and whole, and then to call RanAlone; Done is not called
+  };
+
+  // Takes a request; while max_instances are held, blocks.  Only where its caller `may_run` it, it may have to: a
+  // request that finds the device idle need not change hands.
+  Taken Submit(const std::shared_ptr<Request>& request, bool may_run = false);
+
+  // Its caller has enqueued a request that was to run alone; without a ticket it failed.
+  void RanAlone(std::unique_ptr<Device::Ticket> ticket);
 
   // Makes a submitted request end soon with kCancelled, unless it is done by then.  Never blocks for long.
   void Cancel(Request* request);
@@ -125,6 +137,13 @@ class Coalescer {
     std::condition_variable woken, has_pending;
     std::thread issuer, finisher;
   };
+  // A request that its caller runs.  What it took is noted when somebody next asks: nobody waits for it.
+  struct Alone {
+    uint64_t id = 0;  // 0: there is none
+    Superkernel superkernel;
+    Micros begin = 0;
+    std::unique_ptr<Device::Ticket> ticket;  // null until it was enqueued
+  };
   using Gone = std::vector<std::shared_ptr<Request>>;
   using Lock = std::unique_lock<std::mutex>;
 
@@ -135,6 +154,9 @@ class Coalescer {
   void TakeOut(Request* request, Gone* gone);
   void Answer(Gone* gone, Lock* lock);
   void AnswerCancelled(Lock* lock);
+  bool StartAlone(uint64_t id);
+  void SettleAlone();
+  bool WaitForAlone(Micros end, Lock* lock);
   bool HasRoom(const Lane& lane) const;
   void Sleep(Lane* lane, Micros until, Lock* lock);
   void Wake();
@@ -153,6 +175,7 @@ class Coalescer {
   std::unordered_map<uint64_t, std::shared_ptr<Request>> requests_;
   std::vector<uint64_t> cancelled_;  // to be answered by a lane
   std::vector<Lane> lanes_;
+  Alone alone_;
   uint64_t next_id_ = 1;
   size_t answering_ = 0, pending_ = 0;
   bool stopping_ = false;

@@ -12,6 +12,7 @@ namespace tf_stitch {
 namespace {
 
 constexpr double kFollow = 0.2;  // weight of a new measurement
+constexpr uint8_t kCold = 4;     // measurements of which the least counts: they hold what is done only once
 
 }  // namespace
 
@@ -25,10 +26,15 @@ double Estimates::Of(uint64_t shape, int count, double cost_us) const {
   auto found = times_.find(shape);
   if (found != times_.end()) {
     for (int b = BucketOf(count); b >= 0; --b) {
-      if (found->second[b] > 0) return static_cast<double>(found->second[b]) * count;
+      if (found->second.us[b] > 0) return static_cast<double>(found->second.us[b]) * count;
     }
   }
   return cost_us * count;
+}
+
+int Estimates::Times(uint64_t shape, int count) const {
+  auto found = times_.find(shape);
+  return found == times_.end() ? 0 : found->second.measured[BucketOf(count)];
 }
 
 void Estimates::Measured(uint64_t shape, int count, double us) {
@@ -36,21 +42,27 @@ void Estimates::Measured(uint64_t shape, int count, double us) {
   auto found = times_.find(shape);
   if (found == times_.end()) {
     if (times_.size() >= kMaxShapes) times_.erase(times_.begin());
-    found = times_.emplace(shape, Times{}).first;
+    found = times_.emplace(shape, Entry{}).first;
   }
-  float& time = found->second[BucketOf(count)];
-  double each = us / count;
-  time = static_cast<float>(time > 0 ? time + kFollow * (each - static_cast<double>(time)) : each);
+  float& time = found->second.us[BucketOf(count)];
+  uint8_t& measured = found->second.measured[BucketOf(count)];
+  auto each = static_cast<float>(us / count);
+  if (measured < kCold) {
+    time = time > 0 ? std::min(time, each) : each;
+  } else {
+    time += static_cast<float>(kFollow) * (each - time);
+  }
+  if (measured < UINT8_MAX) ++measured;
 }
 
 std::string Estimates::Save() const {
   std::string out = "{";
-  for (const auto& [shape, times] : times_) {
+  for (const auto& [shape, entry] : times_) {
     for (int b = 0; b < kCounts; ++b) {
-      if (!(times[b] > 0)) continue;
+      if (!(entry.us[b] > 0)) continue;
       char line[80];
       snprintf(line, sizeof line, "%s\n\"%016" PRIx64 ":%d\": %.6g", out.size() > 1 ? "," : "", shape, b,
-               static_cast<double>(times[b]));
+               static_cast<double>(entry.us[b]));
       out += line;
     }
   }
@@ -66,7 +78,10 @@ std::string Estimates::Load(const std::string& json) {
     uint64_t shape = strtoull(key.c_str(), &end, 16);
     int bucket = *end == ':' ? atoi(end + 1) : -1;
     if (bucket < 0 || bucket >= kCounts || !(value > 0)) return "'" + key + "' is no measured time";
-    if (times_.size() < kMaxShapes) times_[shape][bucket] = static_cast<float>(value);
+    if (times_.size() >= kMaxShapes) continue;
+    Entry& entry = times_[shape];
+    entry.us[bucket] = static_cast<float>(value);
+    entry.measured[bucket] = UINT8_MAX;
   }
   return "";
 }

@@ -21,7 +21,11 @@ class Estimates {
   // Whether a shape was ever measured.
   bool Known(uint64_t shape) const { return times_.count(shape) > 0; }
 
-  // Corrects the times of a shape: `count` of them took `us` together.
+  // How often that many of a shape, or about that many, were measured; counts no further than 255.
+  int Times(uint64_t shape, int count) const;
+
+  // Corrects the times of a shape: `count` of them took `us` together.  The first measurements, which hold what is done
+  // only once, are forgotten soon.
   void Measured(uint64_t shape, int count, double us);
 
   // As text, {"SHAPE:LOG2_COUNT": microseconds, ...}; Load adds what a text holds and returns "" or what is wrong.
@@ -31,11 +35,14 @@ class Estimates {
  private:
   static constexpr int kCounts = 9;  // 1, 2-3, 4-7, ... 256 and more
   static constexpr size_t kMaxShapes = 1 << 16;
-  using Times = std::array<float, kCounts>;  // of one problem; 0: not measured
+  struct Entry {
+    std::array<float, kCounts> us{};  // of one problem; 0: not measured
+    std::array<uint8_t, kCounts> measured{};
+  };
 
   static int BucketOf(int count);
 
-  std::unordered_map<uint64_t, Times> times_;
+  std::unordered_map<uint64_t, Entry> times_;
 };
 
 }  // namespace tf_stitch

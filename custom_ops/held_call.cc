@@ -64,17 +64,18 @@ bool HeldCall::Watch(const std::shared_ptr<Coalescer>& coalescer, const std::sha
   return watched;
 }
 
-bool HeldCall::Submit(const std::string& program, const std::shared_ptr<Coalescer>& coalescer,
-                      const std::shared_ptr<Request>& request, tensorflow::AsyncOpKernel::DoneCallback* done) {
+Coalescer::Taken HeldCall::Submit(const std::string& program, const std::shared_ptr<Coalescer>& coalescer,
+                                  const std::shared_ptr<Request>& request, bool may_run,
+                                  tensorflow::AsyncOpKernel::DoneCallback* done) {
   Describe(program, request.get());
   done_ = *done;
   if (!Watch(coalescer, request)) {
     End(Outcome::kCancelled, "");
-    return true;
+    return Coalescer::Taken::kHeld;
   }
-  if (coalescer->Submit(request)) return true;
-  Unwatch();
-  return false;
+  Coalescer::Taken taken = coalescer->Submit(request, may_run);
+  if (taken != Coalescer::Taken::kHeld) Unwatch();
+  return taken;
 }
 
 // A cancellation that is going on now finds a request that is done.

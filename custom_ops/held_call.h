@@ -20,11 +20,12 @@ class HeldCall {
 
   tensorflow::OpKernelContext* ctx() const { return ctx_; }
 
-  // Hands the request over; it is cancelled when the step is.  False, with `done` left alone, when the coalescer has
-  // stopped; else the request's Done has to call End, or Unwatch and what TakeDone gives.  `program` names the tenant
-  // where the session does not.
-  bool Submit(const std::string& program, const std::shared_ptr<Coalescer>& coalescer,
-              const std::shared_ptr<Request>& request, tensorflow::AsyncOpKernel::DoneCallback* done);
+  // Hands the request over; it is cancelled when the step is.  Where it is held, its Done has to call End, or Unwatch
+  // and what TakeDone gives; else `done` is left alone.  `program` names the tenant where the session does not.  A
+  // caller that `may_run` it may have to (Coalescer::Submit).
+  Coalescer::Taken Submit(const std::string& program, const std::shared_ptr<Coalescer>& coalescer,
+                          const std::shared_ptr<Request>& request, bool may_run,
+                          tensorflow::AsyncOpKernel::DoneCallback* done);
 
   // Sets the status that an outcome means (none: it is kCompleted) and ends the call.
   void End(Outcome outcome, const std::string& why);

@@ -14,7 +14,16 @@ namespace tf_stitch {
 namespace {
 
 using cuda::LaneStreams;
-using cuda::Product;
+using cuda::LaunchList;
+using cuda::ProductShape;
+
+struct Product {
+  ProductShape shape;
+  const void *lhs, *rhs;
+  void* out;
+};
+
+bool Same(const ProductShape& a, const ProductShape& b) { return a.m == b.m && a.n == b.n && a.k == b.k; }
 
 constexpr int kFloat = 1;
 
@@ -34,15 +43,15 @@ class Runner {
     how_ = how;
     std::string error;
     lane_ = LaneStreams::Make(driver_, 0, events_, &error);
-    if (!lane_ || how == TFS_SUPERKERNEL) return error.empty() ? MakeTables(rounds) : error;
+    if (!lane_ || how == TFS_SUPERKERNEL) return error.empty() ? MakeList(rounds) : error;
     for (const Product& p : products_) {
       cuda::MatmulShape shape{};
-      shape.dtype = p.dtype;
+      shape.dtype = p.shape.dtype;
       shape.batch = 1;
-      shape.m = p.m;
-      shape.n = p.n;
-      shape.k = p.k;
-      shape.tf32 = p.tf32;
+      shape.m = p.shape.m;
+      shape.n = p.shape.n;
+      shape.k = p.shape.k;
+      shape.tf32 = p.shape.tf32;
       matmuls_.push_back(cuda::Matmul::Get(shape, &error));
       if (!matmuls_.back()) return error;
       cuda::Stream stream = nullptr;
@@ -57,17 +66,40 @@ class Runner {
 
   std::string Round(size_t round) {
     if (how_ != TFS_SUPERKERNEL) return OneByOne();
-    cuda::LaunchList list(driver_, lane_.get());
-    std::string error = list.AddProducts(products_, "a benchmark");
-    return error.empty() ? list.Enqueue(tables_[round].get()) : error;
+    uint64_t* words = tables_[round]->words();
+    for (size_t i = 0; i < products_.size(); ++i) {
+      const Product& p = products_[i];
+      size_t at = first_[i], array = array_[i];
+      words[at] = reinterpret_cast<uint64_t>(p.lhs);
+      words[at + array] = reinterpret_cast<uint64_t>(p.rhs);
+      words[at + 2 * array] = reinterpret_cast<uint64_t>(p.out);
+    }
+    std::string error = lane_->CopyTable(words, list_->table_bytes());
+    return error.empty() ? list_->Enqueue() : error;
   }
 
   std::string Wait() { return driver_.CtxSynchronize() ? "the device failed" : ""; }
 
  private:
-  std::string MakeTables(int rounds) {
+  std::string MakeList(int rounds) {
+    list_ = std::make_unique<LaunchList>(driver_, lane_.get());
+    std::vector<ProductShape> shapes;
+    std::vector<size_t> counts, at, group, place;  // by shape; by product
+    for (const Product& p : products_) {
+      size_t g = 0;
+      while (g < shapes.size() && !Same(shapes[g], p.shape)) ++g;
+      if (g == shapes.size()) shapes.push_back(p.shape), counts.push_back(0);
+      group.push_back(g);
+      place.push_back(counts[g]++);
+    }
+    std::string error = list_->AddProducts(shapes, counts, "a benchmark", &at);
+    if (!error.empty()) return error;
+    for (size_t i = 0; i < products_.size(); ++i) {
+      first_.push_back(at[group[i]] + place[i]);
+      array_.push_back(LaunchList::ArrayWords(counts[group[i]]));
+    }
     for (int i = 0; i <= rounds; ++i) {
-      tables_.push_back(std::make_unique<cuda::TableMemory>(driver_, products_.size() * 4 * sizeof(void*) + 4096));
+      tables_.push_back(std::make_unique<cuda::HostTable>(driver_, list_->table_bytes()));
       if (!tables_.back()->bytes()) return "there is not enough memory";
     }
     return "";
@@ -88,8 +120,9 @@ class Runner {
   int how_ = 0;
   std::shared_ptr<cuda::EventPool> events_;
   std::unique_ptr<LaneStreams> lane_;
-  std::vector<std::unique_ptr<cuda::TableMemory>>
-      tables_;  // by round: a table's page-locked side is taken until it ran
+  std::unique_ptr<LaunchList> list_;
+  std::vector<size_t> first_, array_;                     // by product: the word of its lhs, the words of an array
+  std::vector<std::unique_ptr<cuda::HostTable>> tables_;  // by round: taken until its copy has run
   std::vector<std::shared_ptr<const cuda::Matmul>> matmuls_;
   std::vector<cuda::Stream> streams_;
   std::vector<void*> workspaces_;
@@ -107,7 +140,7 @@ std::string Run(const tfs_product* products, int64_t count, bool tf32, int how, 
   std::vector<Product> list;
   for (int64_t i = 0; i < count; ++i) {
     const tfs_product& p = products[i];
-    list.push_back({kFloat, p.m, p.n, p.k, false, false, tf32, p.lhs, p.rhs, p.out});
+    list.push_back({{kFloat, p.m, p.n, p.k, false, false, tf32}, p.lhs, p.rhs, p.out});
   }
   Runner runner(*driver, context, std::move(list));
   error = runner.Prepare(how, rounds);

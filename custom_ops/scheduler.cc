@@ -22,6 +22,8 @@ constexpr double kLargestRatio = 10;
 constexpr int kMeasurements = 16;         // before a tenant is judged
 constexpr int kThrottledShare = 4;        // a throttled tenant has a fourth of its requests in flight, at least one
 constexpr double kLoss = 1.5;             // company that takes this much longer than one by one is no gain
+constexpr int kTrials = 3;                // measurements before that is believed: the first are slow
+constexpr int kRetry = 32;                // one in so many refusals is tried anyway: times change
 constexpr double kRateWindowUs = 500000;  // busy time that the rate of work is taken over
 
 std::string Milliseconds(double us) {
@@ -280,10 +282,19 @@ bool Policy::CompanyIsBehind(const Entry& e) const {
   return false;
 }
 
+// Whether gathered units of a cluster may go now.
+bool Policy::MayStart(uint64_t cluster) const {
+  auto found = gathering_.find(cluster);
+  return found == gathering_.end() || found->second < options_.under_way;
+}
+
 // When an entry is to be issued though it could have more company: where none is behind, once the next request of its
 // kind is overdue.
 Micros Policy::DueAt(const Entry& e, bool full) const {
   if (full) return e.ready_since;
+  const Unit& unit = e.work->units[e.next];
+  if (unit.company == Company::kNone) return e.ready_since;
+  if (unit.company == Company::kGathers) return MayStart(unit.cluster) ? e.ready_since : LatestStart(e);
   Micros until = std::min(e.ready_since + std::max<Micros>(options_.max_wait - e.waited, 0), LatestStart(e));
   if (CompanyIsBehind(e)) return until;
   bool usual = e.next == 0 && e.kind->gap < static_cast<double>(options_.max_wait);
@@ -337,12 +348,15 @@ void Policy::AddPart(const Unit& u, Superkernel* out) const {
   out->estimate_us += estimates_->Of(u.shape, found->count, u.cost_us);
 }
 
-// Whether one more of a unit's shape is no loss.  Numbers that were never measured are tried.
-bool Policy::Pays(const Unit& u, const Superkernel& s) const {
+// Whether one more of a unit's shape is no loss.  Numbers that were hardly measured are tried, and now and then one
+// that was found to be a loss: what was slow once (code that was loaded, a device that others used) would stay so for
+// ever.
+bool Policy::Pays(const Unit& u, const Superkernel& s) {
   int count = 1;
   for (const Superkernel::Part& p : s.parts) count += p.shape == u.shape ? p.count : 0;
-  return count == 1 ||
-         estimates_->Of(u.shape, count, u.cost_us) <= kLoss * count * estimates_->Of(u.shape, 1, u.cost_us);
+  if (count == 1 || estimates_->Times(u.shape, count) < kTrials) return true;
+  bool pays = estimates_->Of(u.shape, count, u.cost_us) <= kLoss * count * estimates_->Of(u.shape, 1, u.cost_us);
+  return pays || ++refused_ % kRetry == 0;
 }
 
 // The leader, then all that are ready in its cluster, while there is room: latency tenants first, the most urgent
@@ -350,6 +364,10 @@ bool Policy::Pays(const Unit& u, const Superkernel& s) const {
 void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
   *out = {};
   out->best_effort = chosen.best_effort;
+  out->cluster = chosen.cluster;
+  Company company = chosen.leader->work->units[chosen.leader->next].company;
+  out->gathers = company == Company::kGathers;
+  size_t most = company == Company::kNone ? 1 : static_cast<size_t>(options_.max_pack);
   std::vector<Entry*> order = ready_.at(chosen.cluster);
   Entry* leader = chosen.leader;
   std::sort(order.begin(), order.end(), [&](const Entry* a, const Entry* b) {
@@ -363,7 +381,7 @@ void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
   double lone_sum = 0;
   Micros least_latest = kNever;  // of the latency tenants in it
   for (Entry* e : order) {
-    if (out->members.size() == static_cast<size_t>(options_.max_pack)) break;
+    if (out->members.size() == most) break;
     Tenant* tenant = e->tenant;
     bool alone = tenant->throttled || leader->tenant->throttled;
     if (alone && tenant != leader->tenant) continue;
@@ -388,6 +406,7 @@ void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
   Busy(now);
   ++under_way_;
   best_effort_under_way_ += chosen.best_effort;
+  if (out->gathers) ++gathering_[chosen.cluster];
 }
 
 // --- measuring -------------------------------------------------------------------------------------------
@@ -395,11 +414,11 @@ void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
 // Adds the time since the last call when a superkernel was under way.
 void Policy::Busy(Micros now) {
   if (under_way_ > 0) {
-    double us = static_cast<double>(now - busy_since_);
+    auto us = static_cast<double>(std::max<Micros>(now - busy_since_, 0));
     stats_.busy_us += us;
     lone_busy_us_ += us;
   }
-  busy_since_ = now;
+  busy_since_ = std::max(busy_since_, now);
 }
 
 const DeviceStats& Policy::device_stats(Micros now) {
@@ -411,19 +430,23 @@ void Policy::Finished(const Superkernel& s, double us, Micros now) {
   Busy(now);
   --under_way_;
   best_effort_under_way_ -= s.best_effort;
-  ++stats_.superkernels;
+  if (s.gathers && --gathering_[s.cluster] == 0) gathering_.erase(s.cluster);
+  stats_.superkernels += static_cast<int64_t>(s.launched);
   stats_.steps += static_cast<int64_t>(s.steps);
   lone_us_ += s.lone_us;
   if (lone_busy_us_ > kRateWindowUs) lone_us_ /= 2, lone_busy_us_ /= 2;
   double ratio = s.estimate_us > 0 ? us / s.estimate_us : 1;
   double capped = std::min(ratio, kLargestRatio);  // one hiccup says little
-  if (s.known) ratio_ += kFollow / 4 * (capped - ratio_);
+  bool known = s.known && std::all_of(s.parts.begin(), s.parts.end(), [&](const Superkernel::Part& p) {
+                 return estimates_->Times(p.shape, p.count) >= kTrials;
+               });
+  if (known) ratio_ += kFollow / 4 * (capped - ratio_);
   for (const auto& [name, share] : s.shares) {
     auto found = tenants_.find(name);
     if (found == tenants_.end()) continue;
     found->second.stats.device_us += us * share;
     Charge(&found->second, (us - s.estimate_us) * share);
-    if (s.known) Drift(&found->second, capped);
+    if (known) Drift(&found->second, capped);
     PromoteQueued(&found->second, now);  // its limit may have changed
   }
   for (const Superkernel::Part& p : s.parts) {

@@ -6,10 +6,12 @@
 //
 // How it decides.  A unit is due when nothing is to be gained by waiting, or waiting costs too much: its superkernel is
 // full, no company is on its way, the request has used up what it may wait in all, or its slack is gone (slack =
-// deadline - now - estimated remaining time, with a margin).  Of the due clusters, those of latency-critical tenants
-// come before best effort; then those without slack, earliest latest start first; then the one whose tenant has had
-// the least device time for its weight.  Whoever is ready in the chosen cluster joins, unless measured times say that
-// so many are better off one by one.
+// deadline - now - estimated remaining time, with a margin).  Where many run in hardly more time than one
+// (Company::kGathers) company gathers by itself: a unit waits while enough superkernels of its cluster are under way,
+// and never while there are fewer, so a request alone does not wait, and the busier the device is, the larger
+// superkernels get.  Of the due clusters, those of latency-critical tenants come before best effort; then those without
+// slack, earliest latest start first; then the one whose tenant has had the least device time for its weight.  Whoever
+// is ready in the chosen cluster joins, unless measured times say that so many are better off one by one.
 #ifndef TF_STITCH_CUSTOM_OPS_SCHEDULER_H_
 #define TF_STITCH_CUSTOM_OPS_SCHEDULER_H_
 
@@ -30,11 +32,19 @@ namespace tf_stitch {
 using Micros = int64_t;
 constexpr Micros kNever = INT64_MAX;
 
+// What waiting for company is good for.
+enum class Company : uint8_t {
+  kWaits,    // some work is shared: units wait for company that is on its way
+  kGathers,  // launches are shared: units wait while others of the cluster are under way
+  kNone      // nothing is shared: a unit runs by itself
+};
+
 // What a superkernel takes of one request.
 struct Unit {
   uint64_t cluster;  // units of equal clusters may share a launch
   uint64_t shape;    // units of equal shapes take equal time
   double cost_us;    // a cost model's guess of that time
+  Company company = Company::kWaits;
 };
 
 // The units of a program at one set of sizes; requests share it.
@@ -56,7 +66,8 @@ struct PolicyOptions {
   Micros max_wait = 100;  // what a request may wait for company in all
   int max_pack = 64;      // requests in a superkernel
   int max_instances = 4096;
-  double drift = 2;  // measured over estimated time, against all tenants', above which a tenant is throttled
+  double drift = 2;   // measured over estimated time, against all tenants', above which a tenant is throttled
+  int under_way = 2;  // superkernels of a cluster at a time while more of it gathers
 };
 
 enum class Outcome : uint8_t { kCompleted, kRejected, kCancelled, kFailed };
@@ -73,8 +84,8 @@ struct TenantStats {
 };
 
 struct DeviceStats {
-  int64_t superkernels = 0, steps = 0;
-  double busy_us = 0;  // wall time with a superkernel under way
+  int64_t superkernels = 0, steps = 0;  // a unit of one request is a step
+  double busy_us = 0;                   // wall time with a superkernel under way
 };
 
 // What a lane takes: superkernels led by tenants of one priority, or any.
@@ -82,7 +93,10 @@ enum class LaneKind : uint8_t { kAny, kLatency, kBestEffort };
 
 struct Superkernel {
   std::vector<uint64_t> members;  // requests, the leader first
+  uint64_t cluster = 0;
+  bool gathers = false;
   size_t steps = 0;
+  size_t launched = 1;       // superkernels that the device made of it
   bool best_effort = false;  // what the leader's tenant is
   double estimate_us = 0;
   double lone_us = 0;  // what its steps would take one by one
@@ -205,7 +219,8 @@ class Policy {
   bool Better(const Candidate& a, const Candidate& b) const;
   void Fill(const Candidate& chosen, Micros now, Superkernel* out);
   void AddPart(const Unit& unit, Superkernel* out) const;
-  bool Pays(const Unit& unit, const Superkernel& superkernel) const;
+  bool Pays(const Unit& unit, const Superkernel& superkernel);
+  bool MayStart(uint64_t cluster) const;
   void Charge(Tenant* tenant, double us);
   void Drift(Tenant* tenant, double ratio);
   void PromoteQueued(Tenant* tenant, Micros now);
@@ -222,6 +237,8 @@ class Policy {
   double ratio_ = 1;                             // measured over estimated time of all superkernels, followed
   int under_way_ = 0;                            // superkernels
   int best_effort_under_way_ = 0;
+  std::unordered_map<uint64_t, int> gathering_;  // superkernels under way, by cluster whose units gather
+  int refused_ = 0;                              // times that company was found not to pay
   Micros busy_since_ = 0;
   double lone_us_ = 0, lone_busy_us_ = 0;  // recent work, as alone, and the busy time that it took: decays
   DeviceStats stats_;

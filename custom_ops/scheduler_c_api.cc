@@ -65,6 +65,7 @@ std::string ReadSettings(const char* json, CoalescingOptions* out, std::string* 
                       {"max_pack", {1, Into(&policy.max_pack)}},
                       {"max_instances", {1, Into(&policy.max_instances)}},
                       {"drift", {1, Into(&policy.drift)}},
+                      {"under_way", {1, Into(&policy.under_way)}},
                       {"workers", {0, Into(&out->workers), kMostThreads}},
                       {"lanes", {1, Into(&out->lanes), kMostThreads}}},
                      {{"estimates", [estimates](const std::string& s) { return *estimates = s, true; }}});

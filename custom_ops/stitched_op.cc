@@ -128,7 +128,8 @@ class StitchedProgramOp : public AsyncOpKernel {
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
     held->threads = workers->num_threads;
     held->parallel_for = ParallelForOf(workers);
-    return held->call()->Submit(node_.program().name, coalescer, held, done);
+    return held->call()->Submit(node_.program().name, coalescer, held, /*may_run=*/false, done) ==
+           Coalescer::Taken::kHeld;
   }
 
   static ParallelFor ParallelForOf(const tensorflow::DeviceBase::CpuWorkerThreads* workers) {

@@ -179,13 +179,20 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
       return Refuse("a tensor does not begin at a multiple of 16 bytes");
     }
     void* workspace = ready->workspace_bytes() ? static_cast<char*>(memory.arena.data()) + plan->arena_bytes : nullptr;
-    if (held && Coalesce(coalescer, held, plan, workspace, stream, done)) return Ended::kLater;
+    Coalescer::Taken taken =
+        held ? Coalesce(coalescer, held, plan, workspace, stream, done) : Coalescer::Taken::kStopped;
+    if (taken == Coalescer::Taken::kHeld) return Ended::kLater;
     std::string note;
     error = Launch(ready, memory.addresses.data(), workspace, stream, &note);
+    if (taken == Coalescer::Taken::kAlone) {
+      auto& device = static_cast<CudaDevice&>(coalescer->device());
+      coalescer->RanAlone(error.empty() ? device.RanAlone(*held, stream) : nullptr);
+    }
     if (!note.empty()) {
       WarnOnce("tf_stitch: node '" + name() + "' runs without CUDA graphs: " + note + ".");
     }
     if (error.empty()) node_.SetOutputs(ctx, &memory);
+    place = {};  // a cancellation may hold the request for longer than the allocator lives
     return Finish(ctx, error);
   }
 
@@ -199,9 +206,10 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     });
   }
 
-  // Hands a run to the scheduler; false, with `done` left alone, when it is to run here.
-  bool Coalesce(const std::shared_ptr<Coalescer>& coalescer, const std::shared_ptr<Held>& held,
-                const std::shared_ptr<const Plan>& plan, void* workspace, cuda::Stream stream, DoneCallback* done) {
+  // Hands a run to the scheduler; `done` is left alone unless it is held.
+  Coalescer::Taken Coalesce(const std::shared_ptr<Coalescer>& coalescer, const std::shared_ptr<Held>& held,
+                            const std::shared_ptr<const Plan>& plan, void* workspace, cuda::Stream stream,
+                            DoneCallback* done) {
     auto* ready = static_cast<CudaPlan*>(plan->extra.get());
     std::call_once(plan->work_once, [&] { plan->work = std::make_unique<CudaWork>(node_.program(), *plan, *ready); });
     const auto* work = static_cast<const CudaWork*>(plan->work.get());
@@ -214,7 +222,8 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     held->workspace = workspace;
     held->graphs = GraphsEnabled();
     held->inputs = static_cast<CudaDevice&>(coalescer->device()).Record(stream);
-    return held->inputs && held->call()->Submit(node_.program().name, coalescer, held, done);
+    if (!held->inputs) return Coalescer::Taken::kStopped;
+    return held->call()->Submit(node_.program().name, coalescer, held, /*may_run=*/true, done);
   }
 
   std::string Launch(CudaPlan* ready, void* const* addresses, void* workspace, cuda::Stream stream,

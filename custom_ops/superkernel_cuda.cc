@@ -1,7 +1,6 @@
 #include "superkernel_cuda.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "cublas_batched.h"
@@ -43,12 +42,14 @@ std::unique_ptr<LaneStreams> LaneStreams::Make(const Driver& driver, int priorit
                                                std::string* error) {
   std::unique_ptr<LaneStreams> lane(new LaneStreams(driver, std::move(events)));
   lane->workspaces_.resize(kSides, nullptr);
-  for (size_t i = 0; i <= kSides; ++i) {
+  for (size_t i = 0; i < kSides; ++i) {
     Stream stream = nullptr;
     Result result = driver.StreamCreateWithPriority(&stream, kStreamNonBlocking, priority);
     if (result) return *error = Failed(driver, result, "making a stream"), nullptr;
     lane->streams_.push_back(stream);
   }
+  Result result = driver.MemAlloc(&lane->table_, kTableBytes);
+  if (result) return *error = Failed(driver, result, "allocating the table of a lane"), nullptr;
   return lane;
 }
 
@@ -68,14 +69,14 @@ LaneStreams::~LaneStreams() {
   for (void* w : workspaces_) {
     if (w) driver_.MemFree(w);
   }
+  if (table_) driver_.MemFree(table_);
 }
 
-std::string LaneStreams::CopyAhead(const std::function<std::string(Stream)>& copy) {
-  std::string error = copy(streams_.back());
-  if (!error.empty()) return error;
-  std::shared_ptr<EventTag> copied = events_->Record(streams_.back());
-  bool good = copied && !driver_.StreamWaitEvent(streams_[0], copied.get(), 0);
-  return good ? "" : "the streams of a superkernel cannot be joined";
+std::string LaneStreams::CopyTable(const void* from, size_t bytes) {
+  if (!bytes) return "";
+  if (bytes > kTableBytes) return "a superkernel's table is too large";
+  Result result = driver_.MemcpyHtoDAsync(table_, from, bytes, main());
+  return result ? Failed(driver_, result, "copying a superkernel's table") : "";
 }
 
 std::string LaneStreams::SideBySide(const std::vector<Work>& work) {
@@ -94,114 +95,74 @@ std::string LaneStreams::SideBySide(const std::vector<Work>& work) {
   return error.empty() && !good ? "the streams of a superkernel cannot be joined" : error;
 }
 
-// --- tables ------------------------------------------------------------------------------------------------
+// --- tables and launches ---------------------------------------------------------------------------------
 
-TableMemory::TableMemory(const Driver& driver, size_t bytes) : driver_(driver), bytes_(bytes) {
-  if (driver.MemAllocHost(&host_, bytes)) host_ = nullptr;
-  if (!host_ || driver.MemAlloc(&device_, bytes)) device_ = nullptr;
-  if (!device_) bytes_ = 0;
+HostTable::HostTable(const Driver& driver, size_t bytes) : driver_(driver), bytes_(bytes) {
+  if (driver.MemAllocHost(&words_, bytes)) words_ = nullptr;
+  if (!words_) bytes_ = 0;
 }
 
-TableMemory::~TableMemory() {
-  if (device_) driver_.MemFree(device_);
-  if (host_) driver_.MemFreeHost(host_);
+HostTable::~HostTable() {
+  if (words_) driver_.MemFreeHost(words_);
 }
 
-std::string TableMemory::Copy(const std::vector<uint64_t>& words, Stream stream) {
-  size_t bytes = words.size() * sizeof(uint64_t);
-  if (bytes > bytes_) return "there is no memory for a superkernel's table";
-  if (!bytes) return "";
-  memcpy(host_, words.data(), bytes);
-  Result result = driver_.MemcpyHtoDAsync(device_, host_, bytes, stream);
-  return result ? Failed(driver_, result, "copying a superkernel's table") : "";
+size_t LaunchList::Reserve(size_t words) {
+  size_t at = words_;
+  words_ += ArrayWords(words);
+  return at;
 }
 
-// --- launches ------------------------------------------------------------------------------------------------
-
-size_t LaunchList::AppendTable(const void* words, size_t bytes) {
-  size_t at = words_.size();
-  words_.resize(at + (bytes + 15) / 16 * 2);  // each table begins at a multiple of 16 bytes
-  memcpy(words_.data() + at, words, bytes);
-  return at * sizeof(uint64_t);
-}
-
-void LaunchList::AddKernel(Function many, int64_t blocks, unsigned threads, int64_t shared_bytes,
-                           const std::vector<uint64_t>& problems, size_t count, std::string what) {
-  size_t at = AppendTable(problems.data(), problems.size() * sizeof(uint64_t));
-  launches_.push_back([this, many, blocks, threads, shared_bytes, count, at,
-                       what = std::move(what)](char* table) -> std::string {
+size_t LaunchList::AddKernel(Function many, int64_t blocks, unsigned threads, int64_t shared_bytes, size_t words,
+                             size_t count, std::string what) {
+  size_t at = Reserve(words * count);
+  launches_.push_back([this, many, blocks, threads, shared_bytes, count, at, what = std::move(what)]() -> std::string {
     if (static_cast<int64_t>(count) > kMostProblems) return "a superkernel has too many problems";
-    void* address = table + at;
+    void* address = streams_.table() + at * sizeof(uint64_t);
     void* parameters[] = {&address};
     Result result =
         driver_.LaunchKernel(many, static_cast<unsigned>(blocks), static_cast<unsigned>(count), 1, threads, 1, 1,
                              static_cast<unsigned>(shared_bytes), streams_.main(), parameters, nullptr);
     return result ? Failed(driver_, result, "launching " + what + " for " + std::to_string(count) + " requests") : "";
   });
+  return at;
 }
 
-std::string LaunchList::AddProducts(const std::vector<Product>& products, const std::string& what) {
-  struct Call {
-    std::shared_ptr<const PointerBatch> batch;
-    size_t lhs, rhs, out;  // where its arrays begin
-  };
-  auto calls = std::make_shared<std::vector<Call>>();
-  std::vector<bool> taken(products.size(), false);
-  for (size_t first = 0; first < products.size(); ++first) {
-    if (taken[first]) continue;
-    const Product& p = products[first];
-    std::vector<const void*> lhs, rhs;
-    std::vector<void*> out;
-    for (size_t i = first; i < products.size(); ++i) {
-      if (taken[i] || !products[i].SameShape(p)) continue;
-      taken[i] = true;
-      lhs.push_back(products[i].lhs);
-      rhs.push_back(products[i].rhs);
-      out.push_back(products[i].out);
-    }
+std::string LaunchList::AddProducts(const std::vector<ProductShape>& shapes, const std::vector<size_t>& counts,
+                                    const std::string& what, std::vector<size_t>* at) {
+  std::string error = streams_.AddWorkspaces(shapes.size());
+  std::vector<LaneStreams::Work> work;
+  for (size_t i = 0; i < shapes.size() && error.empty(); ++i) {
+    const ProductShape& p = shapes[i];
     MatmulShape shape{};
     shape.dtype = p.dtype;
-    shape.batch = static_cast<int64_t>(lhs.size());
+    shape.batch = static_cast<int64_t>(counts[i]);
     shape.m = p.m;
     shape.n = p.n;
     shape.k = p.k;
     shape.trans_lhs = p.trans_lhs;
     shape.trans_rhs = p.trans_rhs;
     shape.tf32 = p.tf32;
-    std::string error;
-    Call call{PointerBatch::Get(shape, &error), 0, 0, 0};
-    if (!call.batch) return error;
-    if (call.batch->workspace_bytes() > LaneStreams::kWorkspaceBytes) return "a product needs too large a workspace";
-    size_t bytes = lhs.size() * sizeof(void*);
-    call.lhs = AppendTable(lhs.data(), bytes);
-    call.rhs = AppendTable(rhs.data(), bytes);
-    call.out = AppendTable(out.data(), bytes);
-    calls->push_back(std::move(call));
+    std::shared_ptr<const PointerBatch> batch = PointerBatch::Get(shape, &error);
+    if (!batch) return error;
+    if (batch->workspace_bytes() > LaneStreams::kWorkspaceBytes) return "a product needs too large a workspace";
+    size_t array = ArrayWords(counts[i]), first = Reserve(3 * array);
+    at->push_back(first);
+    work.push_back([this, batch = std::move(batch), array, first](Stream stream, void* workspace) {
+      auto** lhs = reinterpret_cast<void**>(streams_.table()) + first;
+      return batch->Run(lhs, lhs + array, lhs + 2 * array, workspace, stream);
+    });
   }
-  std::string error = streams_.AddWorkspaces(calls->size());
   if (!error.empty()) return error;
-  launches_.push_back([this, calls, what](char* table) {
-    std::vector<LaneStreams::Work> work;
-    for (const Call& c : *calls) {
-      work.push_back([&c, table](Stream stream, void* workspace) {
-        auto array = [table](size_t at) { return reinterpret_cast<void**>(table + at); };
-        return c.batch->Run(array(c.lhs), array(c.rhs), array(c.out), workspace, stream);
-      });
-    }
+  launches_.push_back([this, work = std::move(work), what] {
     std::string error = streams_.SideBySide(work);
     return error.empty() ? error : error + " (" + what + ")";
   });
   return "";
 }
 
-void LaunchList::Add(std::vector<LaneStreams::Work> work) {
-  launches_.push_back([this, work = std::move(work)](char*) { return streams_.SideBySide(work); });
-}
-
-std::string LaunchList::Enqueue(TableMemory* table) {
+std::string LaunchList::Enqueue() const {
   std::string error;
-  if (!words_.empty()) error = streams_.CopyAhead([&](Stream stream) { return table->Copy(words_, stream); });
-  for (size_t i = 0; i < launches_.size() && error.empty(); ++i) error = launches_[i](table->device());
+  for (size_t i = 0; i < launches_.size() && error.empty(); ++i) error = launches_[i]();
   return error;
 }
 

@@ -1,4 +1,4 @@
-// What a superkernel enqueues on a GPU: launches over tables of problems, written to the device in one copy.
+// What a superkernel enqueues on a GPU: launches over a table of problems, which one copy brings to the device.
 #ifndef TF_STITCH_CUSTOM_OPS_SUPERKERNEL_CUDA_H_
 #define TF_STITCH_CUSTOM_OPS_SUPERKERNEL_CUDA_H_
 
@@ -30,12 +30,13 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   std::vector<Event> free_;
 };
 
-// A stream with others beside it: one lane of a device.
+// A stream with others beside it: one lane of a device.  What is enqueued on a lane runs in order.
 class LaneStreams {
  public:
   // Work that may run beside others: on this stream, with a workspace of kWorkspaceBytes where AddWorkspaces made one.
   using Work = std::function<std::string(Stream stream, void* workspace)>;
   static constexpr size_t kWorkspaceBytes = size_t{32} << 20;
+  static constexpr size_t kTableBytes = size_t{2} << 20;
   static constexpr size_t kSides = 4;
 
   // Null with the reason in `error`.  `priority`: lower goes first.  The context must be current.
@@ -45,8 +46,10 @@ class LaneStreams {
 
   Stream main() const { return streams_[0]; }
 
-  // Enqueues `copy` beside what main() has, and before what it gets: tables are there before the device wants them.
-  std::string CopyAhead(const std::function<std::string(Stream)>& copy);
+  // Enqueues the copy of a table to where the lane's launches find it; what main() has may still read the table before
+  // it.  "" or the error.
+  std::string CopyTable(const void* from, size_t bytes);
+  char* table() const { return static_cast<char*>(table_); }
 
   // Sees to it that each of `count` pieces of work side by side has a workspace.  "" or the error.
   std::string AddWorkspaces(size_t count);
@@ -59,73 +62,66 @@ class LaneStreams {
 
   const Driver& driver_;
   const std::shared_ptr<EventPool> events_;
-  std::vector<Stream> streams_;  // the first is main(), the last one is for copies
+  std::vector<Stream> streams_;  // the first is main()
   std::vector<void*> workspaces_;
+  void* table_ = nullptr;
 };
 
-// A table in page-locked memory and its place on the device.
-class TableMemory {
+// Page-locked memory that a table is written to.  It is taken until the copy to the device has run.
+class HostTable {
  public:
-  TableMemory(const Driver& driver, size_t bytes);
-  TableMemory(const TableMemory&) = delete;
-  TableMemory& operator=(const TableMemory&) = delete;
-  ~TableMemory();
+  HostTable(const Driver& driver, size_t bytes);
+  HostTable(const HostTable&) = delete;
+  HostTable& operator=(const HostTable&) = delete;
+  ~HostTable();
 
   size_t bytes() const { return bytes_; }  // 0: there was not enough memory
-  // Enqueues the copy of `words`; "" or the error.  The page-locked side is taken until the copy has run.
-  std::string Copy(const std::vector<uint64_t>& words, Stream stream);
-  char* device() const { return static_cast<char*>(device_); }
+  uint64_t* words() const { return static_cast<uint64_t*>(words_); }
 
  private:
   const Driver& driver_;
   size_t bytes_;
-  void* host_ = nullptr;
-  void* device_ = nullptr;
+  void* words_ = nullptr;
 };
 
-// A matrix product out = op(lhs) @ op(rhs) of a superkernel; row-major and dense.
-struct Product {
+// Matrix products out = op(lhs) @ op(rhs) of one shape; row-major and dense.
+struct ProductShape {
   int dtype;
   int64_t m, n, k;
   bool trans_lhs, trans_rhs, tf32;
-  const void *lhs, *rhs;
-  void* out;
-
-  bool SameShape(const Product& o) const {
-    return dtype == o.dtype && m == o.m && n == o.n && k == o.k && trans_lhs == o.trans_lhs &&
-           trans_rhs == o.trans_rhs && tf32 == o.tf32;
-  }
 };
 
-// The launches of a superkernel, in order.
+// The launches of a superkernel, in order, over a table that lies on the lane.  It holds no addresses but the table's:
+// the same list may be enqueued again and again over tables with other words, or recorded as a graph.
 class LaunchList {
  public:
   LaunchList(const Driver& driver, LaneStreams* streams) : driver_(driver), streams_(*streams) {}
 
-  // A kernel over `count` problems, whose parameter blocks of equal sizes follow each other in `problems`: one launch
-  // of its form for many.  `what` names it in errors.
-  void AddKernel(Function many, int64_t blocks, unsigned threads, int64_t shared_bytes,
-                 const std::vector<uint64_t>& problems, size_t count, std::string what);
+  // A kernel over `count` problems, one launch of its form for many; `what` names it in errors.  Returns the word of
+  // the table where the problems' parameter blocks, `words` each, follow each other.
+  size_t AddKernel(Function many, int64_t blocks, unsigned threads, int64_t shared_bytes, size_t words, size_t count,
+                   std::string what);
 
-  // Independent products: one call for all of a shape; those of different shapes run side by side.  "" or the error.
-  std::string AddProducts(const std::vector<Product>& products, const std::string& what);
+  // Independent products: one call for each shape, of `counts[i]` of them, side by side.  `at[i]` is the word of the
+  // table where the addresses of lhs, then rhs, then out begin, each ArrayWords(counts[i]) long.  "" or the error.
+  std::string AddProducts(const std::vector<ProductShape>& shapes, const std::vector<size_t>& counts,
+                          const std::string& what, std::vector<size_t>* at);
 
-  // Anything else: pieces that may run side by side.
-  void Add(std::vector<LaneStreams::Work> work);
+  static size_t ArrayWords(size_t count) { return (count + 1) / 2 * 2; }  // arrays begin at multiples of 16 bytes
 
-  size_t table_bytes() const { return words_.size() * sizeof(uint64_t); }
+  size_t table_bytes() const { return words_ * sizeof(uint64_t); }
 
-  // Copies the tables and enqueues all launches on the lane's main stream.  "" or what failed.
-  std::string Enqueue(TableMemory* table);
+  // Enqueues all launches on the lane's main stream.  "" or what failed.
+  std::string Enqueue() const;
 
  private:
-  using Launch = std::function<std::string(char* table)>;
+  using Launch = std::function<std::string()>;
 
-  size_t AppendTable(const void* words, size_t bytes);
+  size_t Reserve(size_t words);
 
   const Driver& driver_;
   LaneStreams& streams_;
-  std::vector<uint64_t> words_;
+  size_t words_ = 0;
   std::vector<Launch> launches_;
 };
 

@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SANITIZERS = ("address,undefined", "thread")
 POLICY = ("coalescer", "scheduler", "estimates", "flat_json")
 CUDA = (*POLICY, "autotune", "program", "plan", "cuda_code", "library_cuda", "runtime_cuda", "cuda_grid", "grid_table",
-        "superkernel_cuda", "coalesce_cuda")
+        "superkernel_cuda", "coalesce_pack", "coalesce_cuda")
 
 
-def build(folder: Path, main: str, sources: tuple[str, ...], sanitizer: str) -> Path:
+def build(folder: Path, main: str, sources: tuple[str, ...], sanitizer: str | None) -> Path:
     binary = folder / Path(main).stem
-    subprocess.run([*host.find_compiler(), "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}",
-                    "-fno-sanitize-recover=all", "-D_GLIBCXX_ASSERTIONS", str(ROOT / main),
+    checks = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"] if sanitizer else []
+    subprocess.run([*host.find_compiler(), "-std=c++17", "-O1", "-g", *checks, "-D_GLIBCXX_ASSERTIONS", str(ROOT / main),
                     *(str(ROOT / "custom_ops" / f"{name}.cc") for name in sources), "-o", str(binary), "-pthread",
                     "-ldl"], check=True)
     return binary
@@ -38,16 +38,34 @@ def test_policy_and_threads(sanitizer, tmp_path):
         assert int(re.findall(r"\d+", done.stdout)[0]) > 10_000
 
 
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_gpu_superkernels(sanitizer, tmp_path):
+def drawn(folder: Path, count: int) -> list[Path]:
+    """Files of random programs, with code for a GPU that is none."""
     files = []
-    for seed in range(2):
-        files.append(tmp_path / f"{seed}")
+    for seed in range(count):
+        files.append(folder / f"{seed}")
         program = dataclasses.replace(Drawn(seed, 40).plain, code={"sm_90": b"fake"}, text="")
         files[-1].write_bytes(serialize.dumps(program))
+    return files
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_gpu_superkernels(sanitizer, tmp_path):
+    files = drawn(tmp_path, 2)
     binary = build(tmp_path, "tests/op/coalesce_cuda_requests.cc", CUDA, sanitizer)
     for seed in ("1", "2"):
         done = subprocess.run([binary, seed, *map(str, files)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         launches, packed = map(int, re.findall(r"\d+", done.stdout))
         assert packed > launches / 4
+
+
+@pytest.mark.parametrize("sanitizer", [None, *SANITIZERS])
+def test_clients_of_a_gpu_share_superkernels(sanitizer, tmp_path):
+    """Sixteen clients, four tenants, two models, on a device that is slow at first and takes time."""
+    binary = build(tmp_path, "tests/op/coalesce_cuda_load.cc", CUDA, sanitizer)
+    done = subprocess.run([binary, "16", *map(str, drawn(tmp_path, 2))], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    problems, packed_us, apart_us, packed_ns, alone_ns = map(float, re.findall(r"[\d.]+", done.stdout))
+    assert problems > 2 and packed_us < apart_us
+    if not sanitizer:
+        assert packed_ns < alone_ns / 2

@@ -3,6 +3,8 @@
 - A window of one element is a matrix product of the (strided) image with the filter as it lies.
 - A filter that is larger than all patches of the image (late layers at a small batch) is best read once, as it lies:
   a kernel writes the patches, and a matrix product does the rest.
+- So it is wherever requests are to share launches (``Options(superkernels=True)``): products of separate matrices can
+  be one call, convolutions with filters of their own cannot.
 - Else the library's convolution reads the image.  It wants the filter as [out, *window, in], so a transpose is added,
   which takes the scales that follow (batch normalisation) along.  A bias is part of the call, and with it a sum with
   a tensor and ReLU; without a bias these stay kernels, as cuDNN has no compiled engine for them.
@@ -24,11 +26,14 @@ CALL_DTYPES = DTYPES - {"float64"}  # of the library's own convolutions
 SCALED_DTYPE = "float32"  # a scaled filter of a half type would be rounded once more
 
 
-def prepare(graph: Graph) -> Graph:
-    """The same graph with convolutions in the forms above.  Scaled filters may round differently in the last place."""
+def prepare(graph: Graph, products: bool = False) -> Graph:
+    """The same graph with convolutions in the forms above; with ``products`` as matrix products where they can be.
+
+    Scaled filters may round differently in the last place.
+    """
     if not any(n.op == "conv" for n in graph.nodes()):
         return graph
-    tails = _affine_tails(graph)
+    tails = _affine_tails(graph, products)
     new: dict[Node, Node] = {}
 
     def one(node: Node, inputs: tuple[Node, ...]) -> Node:
@@ -36,7 +41,7 @@ def prepare(graph: Graph) -> Graph:
             new[node] = _scaled(tails[node], new)
         else:
             fresh = node.with_inputs(inputs)
-            new[node] = _form(fresh) if node.op == "conv" else fresh
+            new[node] = _form(fresh, products) if node.op == "conv" else fresh
         return new[node]
 
     return graph.rebuild(one)
@@ -64,21 +69,22 @@ def _is_pointwise(conv: Node) -> bool:
     return conv.attrs["groups"] == 1 and all(k == 1 for k in window) and not any(map(any, conv.attrs["padding"]))
 
 
-def _over_patches(conv: Node) -> bool:
-    """True when the filter is larger than the patches of all images, which must be known to be so, and for doubles."""
+def _over_patches(conv: Node, products: bool) -> bool:
+    """True when the filter is larger than the patches of all images, which must be known to be so, for doubles, and
+    where ``products`` are wanted."""
     w = conv.inputs[1]
     patches = D.product([*conv.shape[:-1], *w.shape[:-1]])
-    worth = conv.dtype not in CALL_DTYPES or (isinstance(patches, int) and patches <= D.static(w.size))
+    worth = products or conv.dtype not in CALL_DTYPES or (isinstance(patches, int) and patches <= D.static(w.size))
     return conv.attrs["groups"] == 1 and worth
 
 
-def _form(conv: Node) -> Node:
+def _form(conv: Node, products: bool) -> Node:
     """A convolution as a library computes it, without what follows."""
     if not _suits(conv):
         return conv
     if _is_pointwise(conv):
         return _product(conv, _strided(conv))
-    if _over_patches(conv):
+    if _over_patches(conv, products):
         return _product(conv, _patches(conv))
     x, w = conv.inputs
     return _with_filter(conv, x, w.inputs[0] if is_ready(conv) else _turned(w, conv.origin))
@@ -139,13 +145,13 @@ def _builder(conv: Node) -> Builder:
 
 # --- scales that follow ----------------------------------------------------------------------------
 
-def _affine_tails(graph: Graph) -> dict[Node, list[Node]]:
+def _affine_tails(graph: Graph, products: bool) -> dict[Node, list[Node]]:
     """By last node: a convolution with the sums and products by channel that follow it, a scale among them."""
     users, kept = graph.users(), set(graph.outputs)
     found = {}
     for conv in users:
         if conv.op != "conv" or conv.dtype != SCALED_DTYPE or not _suits(conv) or _is_pointwise(conv) \
-                or _over_patches(conv):
+                or _over_patches(conv, products):
             continue
         chain = [conv]
         while chain[-1] not in kept and len(users[chain[-1]]) == 1 and _by_channel(users[chain[-1]][0], chain[-1]):

@@ -67,7 +67,7 @@ def prepare_calls(graph: Graph, target: Any) -> Graph:
     transposes folded into products where they can be, and added where a library needs them."""
     if not has_library(target):
         return graph
-    graph = convolutions.prepare(graph)
+    graph = convolutions.prepare(graph, products=target.superkernels)
     if not any(n.op == "dot" for n in graph.nodes()):
         return graph
 
