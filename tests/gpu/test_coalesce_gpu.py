@@ -20,6 +20,7 @@ from tf_stitch.program.program import LibraryStep
 pytestmark = pytest.mark.gpu
 
 DEPTH, WIDTH, ROWS = 6, 512, 96
+TURNS = 25  # requests that a client sends without Python in between
 
 
 def layers(x, *weights):
@@ -69,9 +70,23 @@ class Tenant:
             names = [n.split(":")[0] for n in inputs]
             feeds = dict(zip(names, [self.x, *[w.read_value() for w in weights]], strict=True))
             self.outputs = tf.graph_util.import_graph_def(definition, feeds, outputs, name="")
+            self.last = self._turns(definition, feeds, outputs)
             start = tf.compat.v1.global_variables_initializer()
         self.session = tf.compat.v1.Session(graph=g, config=config)
         self.session.run(start)
+
+    def _turns(self, definition, feeds, outputs):
+        """TURNS requests one after the other, each from the last one's answer, which goes by way of the host."""
+        name = next(k for k, v in feeds.items() if v is self.x)
+
+        def turn(i, x):
+            here = {k: x if k == name else tf.identity(v) for k, v in feeds.items()}
+            _, sums = tf.graph_util.import_graph_def(definition, here, outputs, name="turn")
+            with tf.device("/CPU:0"):
+                seen = tf.tanh(sums)
+            return i + 1, x + 0.01 * seen[:, None]
+
+        return tf.while_loop(lambda i, _: i < TURNS, turn, [0, self.x], parallel_iterations=1)[1]
 
     def __call__(self, x, **options):
         return self.session.run(self.outputs, {self.x: x}, options=tf.compat.v1.RunOptions(**options))
@@ -82,13 +97,18 @@ def close(got, want):
         np.testing.assert_allclose(g, w, rtol=1e-2, atol=1e-2)  # batches of products may sum in another order, in TF32
 
 
+def gpu_stats():
+    now = stats()
+    return now, next(d for d in now["devices"] if d["name"] == "GPU:0")
+
+
 @pytest.mark.parametrize("rows", [None, ROWS])
 def test_many_tenants_of_one_model(rows):
-    tenants = [Tenant(rewritten(rows), f"tenant_{i}", i) for i in range(6)]
+    tenants = [Tenant(rewritten(rows), f"{rows}_rows_{i}", i) for i in range(6)]
     sizes = (1, 1, 7, 32) if rows is None else (rows, rows)
     xs = [np.random.default_rng(i).standard_normal((n, WIDTH)).astype(np.float32) for i, n in enumerate(sizes)]
     cases = [(t, x, t(x)) for t in tenants for x in xs]
-    with coalescing(max_wait_us=10_000):
+    with coalescing():
         def work(seed: int) -> int:
             for i in np.random.default_rng(seed).permutation(len(cases)):
                 tenant, x, want = cases[i]
@@ -97,11 +117,38 @@ def test_many_tenants_of_one_model(rows):
 
         with concurrent.futures.ThreadPoolExecutor(24) as pool:
             runs = sum(pool.map(work, range(48)))
-        now = stats()
-        device = next(d for d in now["devices"] if d["name"] == "GPU:0")
-        completed = sum(t["completed"] for n, t in now["tenants"].items() if n.startswith("tenant_"))
+        now, _ = gpu_stats()
+        completed = sum(t["completed"] for n, t in now["tenants"].items() if n.startswith(f"{rows}_rows_"))
         assert completed >= runs and completed % runs == 0  # a request runs each program of its graph once
-        assert device["coalescing_factor"] > 1.1, device
+
+
+def test_sixteen_clients_of_four_tenants_of_two_models_share_launches():
+    tenants = [Tenant(rewritten(rows), f"client_of_{rows}_{i}", i) for rows in (None, ROWS) for i in range(2)]
+    xs = [np.random.default_rng(i).standard_normal((ROWS, WIDTH)).astype(np.float32) for i in range(2)]
+    cases = [(t, x, t.session.run(t.last, {t.x: x})) for t in tenants for x in xs]
+    with coalescing():
+        def client(i: int) -> None:
+            tenant, x, want = cases[i % len(cases)]
+            for _ in range(4):
+                close([tenant.session.run(tenant.last, {tenant.x: x})], [want])
+
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            list(pool.map(client, range(16)))
+        now, device = gpu_stats()
+        completed = sum(t["completed"] for n, t in now["tenants"].items() if n.startswith("client_of_"))
+        assert completed >= 16 * 4 * TURNS and completed % (16 * 4 * TURNS) == 0
+        assert device["coalescing_factor"] > 1.5, device
+
+
+def test_a_request_alone_waits_for_nobody(graph):
+    tenant, x = Tenant(graph, "lone", 3), np.ones((7, WIDTH), np.float32)
+    want = tenant(x)
+    with coalescing(max_wait_us=1_000_000):
+        for _ in range(50):
+            close(tenant(x), want)
+        now, device = gpu_stats()
+        assert now["tenants"]["lone"]["completed"] % 50 == 0 and device["coalescing_factor"] == 1
+        assert now["tenants"]["lone"]["latency_ms"]["sum"] < 50 * 20
 
 
 def test_equal_groups_give_equal_answers(graph):
