@@ -282,10 +282,11 @@ bool Policy::CompanyIsBehind(const Entry& e) const {
   return false;
 }
 
-// Whether gathered units of a cluster may go now.
-bool Policy::MayStart(uint64_t cluster) const {
-  auto found = gathering_.find(cluster);
-  return found == gathering_.end() || found->second < options_.under_way;
+// Whether few enough superkernels of an entry's cluster are under way for the next one to go.
+bool Policy::MayStart(const Entry& e) const {
+  const auto& counts = gathering_[e.best_effort];
+  auto found = counts.find(e.work->units[e.next].cluster);
+  return found == counts.end() || found->second < options_.under_way;
 }
 
 // When an entry is to be issued though it could have more company: where none is behind, once the next request of its
@@ -294,7 +295,7 @@ Micros Policy::DueAt(const Entry& e, bool full) const {
   if (full) return e.ready_since;
   const Unit& unit = e.work->units[e.next];
   if (unit.company == Company::kNone) return e.ready_since;
-  if (unit.company == Company::kGathers) return MayStart(unit.cluster) ? e.ready_since : LatestStart(e);
+  if (unit.company == Company::kGathers) return MayStart(e) ? e.ready_since : LatestStart(e);
   Micros until = std::min(e.ready_since + std::max<Micros>(options_.max_wait - e.waited, 0), LatestStart(e));
   if (CompanyIsBehind(e)) return until;
   bool usual = e.next == 0 && e.kind->gap < static_cast<double>(options_.max_wait);
@@ -406,7 +407,7 @@ void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
   Busy(now);
   ++under_way_;
   best_effort_under_way_ += chosen.best_effort;
-  if (out->gathers) ++gathering_[chosen.cluster];
+  if (out->gathers) ++gathering_[chosen.best_effort][chosen.cluster];
 }
 
 // --- measuring -------------------------------------------------------------------------------------------
@@ -430,7 +431,7 @@ void Policy::Finished(const Superkernel& s, double us, Micros now) {
   Busy(now);
   --under_way_;
   best_effort_under_way_ -= s.best_effort;
-  if (s.gathers && --gathering_[s.cluster] == 0) gathering_.erase(s.cluster);
+  if (s.gathers && --gathering_[s.best_effort][s.cluster] == 0) gathering_[s.best_effort].erase(s.cluster);
   stats_.superkernels += static_cast<int64_t>(s.launched);
   stats_.steps += static_cast<int64_t>(s.steps);
   lone_us_ += s.lone_us;

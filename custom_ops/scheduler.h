@@ -220,7 +220,7 @@ class Policy {
   void Fill(const Candidate& chosen, Micros now, Superkernel* out);
   void AddPart(const Unit& unit, Superkernel* out) const;
   bool Pays(const Unit& unit, const Superkernel& superkernel);
-  bool MayStart(uint64_t cluster) const;
+  bool MayStart(const Entry& e) const;
   void Charge(Tenant* tenant, double us);
   void Drift(Tenant* tenant, double ratio);
   void PromoteQueued(Tenant* tenant, Micros now);
@@ -237,7 +237,9 @@ class Policy {
   double ratio_ = 1;                             // measured over estimated time of all superkernels, followed
   int under_way_ = 0;                            // superkernels
   int best_effort_under_way_ = 0;
-  std::unordered_map<uint64_t, int> gathering_;  // superkernels under way, by cluster whose units gather
+  // Superkernels under way, by cluster whose units gather, of latency tenants and of best effort: the former do not wait
+  // for the latter.
+  std::array<std::unordered_map<uint64_t, int>, 2> gathering_;
   int refused_ = 0;                              // times that company was found not to pay
   Micros busy_since_ = 0;
   double lone_us_ = 0, lone_busy_us_ = 0;  // recent work, as alone, and the busy time that it took: decays

@@ -3,8 +3,11 @@ GPU side over a stand-in for the driver, whose streams run in any order that eve
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,18 +23,38 @@ CUDA = (*POLICY, "autotune", "program", "plan", "cuda_code", "library_cuda", "ru
         "superkernel_cuda", "coalesce_pack", "coalesce_cuda")
 
 
-def build(folder: Path, main: str, sources: tuple[str, ...], sanitizer: str | None) -> Path:
-    binary = folder / Path(main).stem
+Build = Callable[[str, tuple[str, ...], str | None], Path]
+
+
+def compile_with(sanitizer: str | None, *arguments: str | Path) -> None:
     checks = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"] if sanitizer else []
-    subprocess.run([*host.find_compiler(), "-std=c++17", "-O1", "-g", *checks, "-D_GLIBCXX_ASSERTIONS", str(ROOT / main),
-                    *(str(ROOT / "custom_ops" / f"{name}.cc") for name in sources), "-o", str(binary), "-pthread",
-                    "-ldl"], check=True)
-    return binary
+    subprocess.run([*host.find_compiler(), "-std=c++17", "-O1", "-g", *checks, "-D_GLIBCXX_ASSERTIONS", "-pthread",
+                    *map(str, arguments)], check=True)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory) -> Build:
+    """Builds a test's program from its own file and sources of the op library, which are compiled once."""
+
+    @functools.cache
+    def compiled(name: str, sanitizer: str | None) -> Path:
+        out = tmp_path_factory.mktemp("objects") / f"{name}.o"
+        compile_with(sanitizer, "-c", ROOT / "custom_ops" / f"{name}.cc", "-o", out)
+        return out
+
+    def build(main: str, sources: tuple[str, ...], sanitizer: str | None) -> Path:
+        binary = tmp_path_factory.mktemp("program") / Path(main).stem
+        with ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(lambda name: compiled(name, sanitizer), sources))
+        compile_with(sanitizer, ROOT / main, *objects, "-o", binary, "-ldl")
+        return binary
+
+    return build
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_policy_and_threads(sanitizer, tmp_path):
-    binary = build(tmp_path, "tests/op/schedule_requests.cc", POLICY, sanitizer)
+def test_policy_and_threads(sanitizer, build):
+    binary = build("tests/op/schedule_requests.cc", POLICY, sanitizer)
     for seed in ("1", "2", "3"):
         done = subprocess.run([binary, seed], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -49,9 +72,9 @@ def drawn(folder: Path, count: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_gpu_superkernels(sanitizer, tmp_path):
+def test_gpu_superkernels(sanitizer, build, tmp_path):
     files = drawn(tmp_path, 2)
-    binary = build(tmp_path, "tests/op/coalesce_cuda_requests.cc", CUDA, sanitizer)
+    binary = build("tests/op/coalesce_cuda_requests.cc", CUDA, sanitizer)
     for seed in ("1", "2"):
         done = subprocess.run([binary, seed, *map(str, files)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -60,9 +83,9 @@ def test_gpu_superkernels(sanitizer, tmp_path):
 
 
 @pytest.mark.parametrize("sanitizer", [None, *SANITIZERS])
-def test_clients_of_a_gpu_share_superkernels(sanitizer, tmp_path):
+def test_clients_of_a_gpu_share_superkernels(sanitizer, build, tmp_path):
     """Sixteen clients, four tenants, two models, on a device that is slow at first and takes time."""
-    binary = build(tmp_path, "tests/op/coalesce_cuda_load.cc", CUDA, sanitizer)
+    binary = build("tests/op/coalesce_cuda_load.cc", CUDA, sanitizer)
     done = subprocess.run([binary, "16", *map(str, drawn(tmp_path, 2))], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     problems, packed_us, apart_us, packed_ns, alone_ns = map(float, re.findall(r"[\d.]+", done.stdout))
