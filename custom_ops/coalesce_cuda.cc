@@ -84,8 +84,8 @@ CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& rea
       shape += texts[i];
       cost += CostUs(program, plan, ready.step(i));
     }
-    made->units.push_back(
-        {(number << 16) + made->units.size(), HashOfBytes(shape), cost, worth_packing ? Company::kGathers : Company::kNone});
+    made->units.push_back({(number << 16) + made->units.size(), HashOfBytes(shape), cost,
+                           worth_packing ? Company::kGathers : Company::kNone});
     begin.push_back(first);
     first = end;
   }

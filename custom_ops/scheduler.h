@@ -237,10 +237,10 @@ class Policy {
   double ratio_ = 1;                             // measured over estimated time of all superkernels, followed
   int under_way_ = 0;                            // superkernels
   int best_effort_under_way_ = 0;
-  // Superkernels under way, by cluster whose units gather, of latency tenants and of best effort: the former do not wait
-  // for the latter.
+  // Superkernels under way, by cluster whose units gather, of latency tenants and of best effort: the former do not
+  // wait for the latter.
   std::array<std::unordered_map<uint64_t, int>, 2> gathering_;
-  int refused_ = 0;                              // times that company was found not to pay
+  int refused_ = 0;  // times that company was found not to pay
   Micros busy_since_ = 0;
   double lone_us_ = 0, lone_busy_us_ = 0;  // recent work, as alone, and the busy time that it took: decays
   DeviceStats stats_;

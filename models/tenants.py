@@ -4,9 +4,9 @@
                              [--prepared DIR] [--out DIR]
 
 Writes h200_tenants.json: rows {policy, options, threads, requests_per_s, p50_ms, p99_ms, coalescing_factor, wrong}.
-Policies: "tensorflow" (the models as they are), "stitched" (each request its own launches or CUDA graph, on TensorFlow's
-stream) and "superkernel" (through the scheduler, once with each of the given options).  Every tenant has weights of its
-own; tenants of one kind are equal but for those.  Answers are compared with TensorFlow's.
+Policies: "tensorflow" (the models as they are), "stitched" (each request its own launches or CUDA graph, on
+TensorFlow's stream) and "superkernel" (through the scheduler, once with each of the given options).  Every tenant has
+weights of its own; tenants of one kind are equal but for those.  Answers are compared with TensorFlow's.
 """
 from __future__ import annotations
 
@@ -115,8 +115,9 @@ def load(served: Sequence[Tenant], threads: int, seconds: float) -> dict[str, An
     after = _counts()
     ms = np.concatenate([np.array(each) for each in latencies]) * 1e3
     superkernels = after[0] - before[0]
-    return {"threads": threads, "requests_per_s": round(len(ms) / taken, 1), "p50_ms": round(float(np.percentile(ms, 50)), 3),
-            "p99_ms": round(float(np.percentile(ms, 99)), 3), "wrong": sum(wrong),
+    p50, p99 = (round(float(np.percentile(ms, q)), 3) for q in (50, 99))
+    return {"threads": threads, "requests_per_s": round(len(ms) / taken, 1), "p50_ms": p50, "p99_ms": p99,
+            "wrong": sum(wrong),
             "coalescing_factor": round((after[1] - before[1]) / superkernels, 2) if superkernels else None}
 
 
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", default="1,4,16", help="clients")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each row")
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--options", nargs="*", default=["{}"], metavar="JSON", help="of the scheduler, for superkernel")
+    parser.add_argument("--options", nargs="*", default=["{}"], metavar="JSON", help="of the scheduler")
     parser.add_argument("--prepared", type=Path, metavar="DIR", help="what models.serving --prepare wrote")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     args = parser.parse_args(argv)
