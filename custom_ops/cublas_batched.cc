@@ -43,21 +43,11 @@ Library<Api> LoadLibrary() {
   return out;
 }
 
-std::string Failed(Status status, const char* doing) {
+std::string Failed(const Api&, Status status, const char* doing) {
   return "cuBLAS status " + std::to_string(status) + " while " + doing;
 }
 
 using Session = DeviceSession<Api>;
-
-// Null with the reason in `error`.
-Session* SessionOfCurrentDevice(std::string* error) {
-  const Api* api = LoadOnce(LoadLibrary, error);
-  if (!api) return nullptr;
-  Status status = 0;
-  Session* session = SessionHere(*api, &status);
-  if (!session) *error = Failed(status, "making a handle");
-  return session;
-}
 
 int Version(const Session& session) {
   int version = 0;
@@ -98,7 +88,7 @@ struct PointerBatch::Impl {
                   Stream stream, const std::shared_ptr<const Matmul>& product) {
     if (with_lt) return product->Run(lhs, rhs, nullptr, const_cast<void**>(out), workspace, stream);
     Status status = RunBlas(lhs, rhs, out, workspace, stream);
-    return status ? Failed(status, "running a batch of matrix products") : "";
+    return status ? Failed(*session->api, status, "running a batch of matrix products") : "";
   }
 
   // Whether cuBLASLt's choice is faster than cuBLAS's.
@@ -176,7 +166,7 @@ std::shared_ptr<const PointerBatch> PointerBatch::Get(const MatmulShape& shape, 
   }
   std::string without_lt;
   std::shared_ptr<const Matmul> product = Matmul::Get(s, &without_lt);  // null before CUDA 12.6
-  impl.session = SessionOfCurrentDevice(error);
+  impl.session = SessionOfCurrentDevice(LoadLibrary, Failed, error);
   if (!product && !impl.session) return nullptr;
   if (product && (!impl.session || impl.LtIsFaster(product))) impl.lt = std::move(product);
   batches.Add(key, made);

@@ -86,7 +86,7 @@ Library<Api> LoadLibrary() {
   return out;
 }
 
-std::string Failed(Status status, const char* doing) {
+std::string Failed(const Api&, Status status, const char* doing) {
   return "cuBLASLt status " + std::to_string(status) + " while " + doing;
 }
 
@@ -275,7 +275,7 @@ bool Matmul::Impl::TakeFastest(const Driver& driver, const std::vector<Heuristic
   int best = Fastest(driver, static_cast<int>(proposals.size()), [&](int i, int round, Stream stream) -> std::string {
     Status status = Enqueue(proposals[i].algo, proposals[i].workspace_size, memory.lhs(round), memory.rhs(round),
                             memory.bias(round), memory.out(round), memory.workspace(), stream);
-    return status ? Failed(status, "measuring a matrix product") : "";
+    return status ? Failed(*api, status, "measuring a matrix product") : "";
   });
   if (best < 0) return false;
   Take(proposals[best]);
@@ -307,8 +307,6 @@ std::shared_ptr<const Matmul> Matmul::Get(const MatmulShape& shape, std::string*
 }
 
 std::shared_ptr<const Matmul> Matmul::Make(const MatmulShape& s, std::string* error) {
-  const Api* api = LoadOnce(LoadLibrary, error);
-  if (!api) return nullptr;
   if (s.batch > INT32_MAX) {
     *error = "cuBLASLt has no product of " + std::to_string(s.batch) + " matrices at once";
     return nullptr;
@@ -316,22 +314,18 @@ std::shared_ptr<const Matmul> Matmul::Make(const MatmulShape& s, std::string* er
   std::shared_ptr<Matmul> out(new Matmul());
   Impl& impl = *out->impl_;
   impl.shape = s;
-  impl.api = api;
-  Status status = 0;
-  auto* session = SessionHere(*api, &status);  // cuBLASLt binds a handle to the context that is current
-  if (!session) {
-    *error = Failed(status, "making a handle");
-    return nullptr;
-  }
+  auto* session = SessionOfCurrentDevice(LoadLibrary, Failed, error);  // cuBLASLt binds a handle to the current context
+  if (!session) return nullptr;
+  impl.api = session->api;
   impl.handle = session->handle;
   std::tie(impl.type, impl.compute) = BlasTypes(s.dtype, s.tf32);
   if (impl.type < 0) {
     *error = "cuBLASLt has no product of element type " + std::to_string(s.dtype);
     return nullptr;
   }
-  status = impl.Describe();
+  Status status = impl.Describe();
   if (status) {
-    *error = Failed(status, "describing a matrix product");
+    *error = Failed(*impl.api, status, "describing a matrix product");
     return nullptr;
   }
   const Driver& driver = *LoadDriver(nullptr);
@@ -340,7 +334,7 @@ std::shared_ptr<const Matmul> Matmul::Make(const MatmulShape& s, std::string* er
   std::vector<HeuristicResult> proposals;
   status = impl.Propose(TuningAllowed() ? kProposals : 1, kWorkspaceLimit, &proposals);
   if (status || proposals.empty()) {
-    *error = Failed(status, "choosing an algorithm");
+    *error = Failed(*impl.api, status, "choosing an algorithm");
     return nullptr;
   }
   impl.Take(proposals.front());
@@ -355,7 +349,7 @@ std::shared_ptr<const Matmul> Matmul::Make(const MatmulShape& s, std::string* er
 std::string Matmul::Run(const void* lhs, const void* rhs, const void* bias, void* out, void* workspace,
                         Stream stream) const {
   Status status = impl_->Enqueue(impl_->algo, impl_->workspace, lhs, rhs, bias, out, workspace, stream);
-  return status ? Failed(status, "running a matrix product") : "";
+  return status ? Failed(*impl_->api, status, "running a matrix product") : "";
 }
 
 }  // namespace tf_stitch::cuda

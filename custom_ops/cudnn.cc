@@ -154,16 +154,6 @@ std::string Failed(const Api& api, Status status, const char* doing) {
 
 using Session = DeviceSession<Api>;
 
-// Null with the reason in `error`.
-Session* SessionOfCurrentDevice(std::string* error) {
-  const Api* api = LoadOnce(LoadLibrary, error);
-  if (!api) return nullptr;
-  Status status = 0;
-  Session* session = SessionHere(*api, &status);
-  if (!session) *error = Failed(*api, status, "making a handle");
-  return session;
-}
-
 // A descriptor that is destroyed with this.  The first status that is not success is kept, and nothing is done after
 // it.
 class Owned {
@@ -558,7 +548,7 @@ std::shared_ptr<const Convolution> Convolution::Make(const ConvShape& s, std::st
   std::shared_ptr<Convolution> out(new Convolution());
   Impl& impl = *out->impl_;
   impl.shape = s;
-  impl.session = SessionOfCurrentDevice(error);
+  impl.session = SessionOfCurrentDevice(LoadLibrary, Failed, error);
   if (!impl.session) return nullptr;
   std::vector<Proposal> proposals;
   {

@@ -96,6 +96,20 @@ DeviceSession<Api>* SessionHere(const Api& api, LibraryStatus* status) {
   return &session;
 }
 
+// As SessionHere, with the library that the first call loads.  Null with the reason in `error`; `failed` puts a status
+// into words.
+template <class Api>
+DeviceSession<Api>* SessionOfCurrentDevice(Library<Api> (*load)(),
+                                           std::string (*failed)(const Api&, LibraryStatus, const char* doing),
+                                           std::string* error) {
+  const Api* api = LoadOnce(load, error);
+  if (!api) return nullptr;
+  LibraryStatus status = 0;
+  DeviceSession<Api>* session = SessionHere(*api, &status);
+  if (!session) *error = failed(*api, status, "making a handle");
+  return session;
+}
+
 // --- cuBLAS and cuBLASLt -----------------------------------------------------------------------------------------
 
 constexpr int kOpN = 0, kOpT = 1;
