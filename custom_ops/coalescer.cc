@@ -6,6 +6,13 @@
 
 namespace tf_stitch {
 
+namespace {
+
+// Nobody tells of the end of a request that its caller runs: while others may wait for it, it is looked for so often.
+constexpr Micros kLookAgain = 100;
+
+}  // namespace
+
 Micros NowMicros() {
   using std::chrono::duration_cast, std::chrono::microseconds, std::chrono::steady_clock;
   return duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
@@ -36,7 +43,7 @@ Coalescer::Taken Coalescer::Submit(const std::shared_ptr<Request>& request, bool
   Policy::Verdict verdict{Policy::Verdict::kFull, ""};
   while (!stopping_ && !request->cancelled_ && verdict.kind == Policy::Verdict::kFull) {
     verdict = policy_.Admit(request->id_, request->tenant, request->work, request->deadline, NowMicros());
-    if (verdict.kind == Policy::Verdict::kFull) room_.wait(lock);
+    if (verdict.kind == Policy::Verdict::kFull) WaitForRoom(&lock);
   }
   if (verdict.kind == Policy::Verdict::kHeld) {
     if (may_run && StartAlone(request->id_)) return Taken::kAlone;
@@ -93,9 +100,18 @@ void Coalescer::SettleAlone() {
 bool Coalescer::WaitForAlone(Micros end, Lock* lock) {
   while (SettleAlone(), alone_.id) {
     if (NowMicros() >= end) return false;
-    room_.wait_for(*lock, std::chrono::microseconds(100));
+    room_.wait_for(*lock, std::chrono::microseconds(kLookAgain));
   }
   return true;
+}
+
+void Coalescer::WaitForRoom(Lock* lock) {
+  if (alone_.id) {
+    room_.wait_for(*lock, std::chrono::microseconds(kLookAgain));
+    SettleAlone();
+  } else {
+    room_.wait(*lock);
+  }
 }
 
 // --- what callers do, continued --------------------------------------------------------------------------------
@@ -205,11 +221,13 @@ void Coalescer::Issue(size_t index) {
   Lock lock(mu_);
   while (!Over()) {
     AnswerCancelled(&lock);
+    SettleAlone();
     Superkernel superkernel;
     Micros wake = kNever;
     if (HasRoom(lane) && policy_.Next(lane.kind, NowMicros(), &superkernel, &wake)) {
       Start(index, std::move(superkernel), &lock);
     } else if (!Over()) {
+      if (alone_.id && !requests_.empty()) wake = std::min(wake, NowMicros() + kLookAgain);
       Sleep(&lane, wake, &lock);
     }
   }

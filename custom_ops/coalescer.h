@@ -157,6 +157,7 @@ class Coalescer {
   bool StartAlone(uint64_t id);
   void SettleAlone();
   bool WaitForAlone(Micros end, Lock* lock);
+  void WaitForRoom(Lock* lock);
   bool HasRoom(const Lane& lane) const;
   void Sleep(Lane* lane, Micros until, Lock* lock);
   void Wake();

@@ -521,6 +521,41 @@ void NothingIsLostOrDoubled(bool enqueues, int lanes, uint64_t seed) {
   CHECK(coalescer.Submit(late) == Coalescer::Taken::kStopped && late->done == 0);
 }
 
+struct OverWhen : Device::Ticket {
+  explicit OverWhen(const std::atomic<bool>* o) : over(o) {}
+  double Wait(std::string*) override { return 20; }
+  bool Ended() override { return *over; }
+  const std::atomic<bool>* const over;
+};
+
+// A request that its caller runs ends, and nobody else comes: what waited for it goes on.
+void OthersGoOnAfterARequestAlone(bool enqueues, int max_in_flight, int max_instances) {
+  Coalescer::Options options;
+  options.policy.max_instances = max_instances;
+  Coalescer coalescer(options, std::make_unique<CountingDevice>(1, enqueues, 5), "");
+  TenantOptions limited;
+  limited.max_in_flight = max_in_flight;
+  coalescer.SetTenant("a", limited);
+  std::shared_ptr<Counting> requests[2];
+  for (auto& r : requests) {
+    r = std::make_shared<Counting>();
+    r->tenant = "a";
+    r->work = WorkOf({1, 2});
+  }
+  std::atomic<bool> over{false};
+  CHECK(coalescer.Submit(requests[0], /*may_run=*/true) == Coalescer::Taken::kAlone);
+  coalescer.RanAlone(std::make_unique<OverWhen>(&over));
+  std::thread second([&] { CHECK(coalescer.Submit(requests[1]) == Coalescer::Taken::kHeld); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK(!requests[1]->finished);
+  over = true;
+  for (int i = 0; i < 10'000 && !requests[1]->finished; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK(requests[1]->finished && requests[1]->ended == Outcome::kCompleted);
+  second.join();
+}
+
 // Stop answers what is held and lets blocked submitters go.
 void StopWithRequestsHeld(bool enqueues) {
   Coalescer::Options options;
@@ -570,6 +605,8 @@ int main(int argc, char** argv) {
   for (bool enqueues : {false, true}) {
     for (int lanes : {1, 3}) NothingIsLostOrDoubled(enqueues, lanes, seed);
     StopWithRequestsHeld(enqueues);
+    OthersGoOnAfterARequestAlone(enqueues, /*max_in_flight=*/1, /*max_instances=*/8);
+    OthersGoOnAfterARequestAlone(enqueues, /*max_in_flight=*/8, /*max_instances=*/1);
   }
   printf("%d checks\n", g_checks.load());
 }
