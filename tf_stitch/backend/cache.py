@@ -18,6 +18,8 @@ import platformdirs
 log = logging.getLogger("tf_stitch")
 
 FOLDER = "TF_STITCH_CACHE"  # names the folder
+MOST_BYTES = 4 << 30  # of one kind of files; those that were not used for longest go
+LOOK_EVERY = 64  # files written by a process between looks at how much there is
 INCLUDE = Path(__file__).resolve().parent.parent / "codegen" / "include"
 
 
@@ -32,16 +34,20 @@ class Cache:
     def __init__(self, kind: str, suffix: str) -> None:
         self.kind, self.suffix = kind, suffix
         self._complained = False
+        self._written = 0
 
     def _path(self, key: str) -> Path:
         return cache_folder() / self.kind / key[:2] / f"{key}{self.suffix}"
 
     def get(self, key: str) -> bytes | None:
         """The code under a key, or None; a damaged file counts as none."""
+        path = self._path(key)
         try:
-            data = self._path(key).read_bytes()
+            data = path.read_bytes()
         except OSError:
             return None
+        with contextlib.suppress(OSError):  # of a folder that is read only
+            os.utime(path)
         code, digest = data[:-32], data[-32:]
         return code if hashlib.sha256(code).digest() == digest else None
 
@@ -59,11 +65,31 @@ class Cache:
                 with contextlib.suppress(OSError):
                     os.unlink(name)
                 raise
+            if self._written % LOOK_EVERY == 0:
+                _remove_oldest(cache_folder() / self.kind)
+            self._written += 1
         except OSError as error:
             if not self._complained:
                 self._complained = True
                 log.warning("The cache folder %s cannot be written (%s); kernels are compiled anew each time. "
                             "Set TF_STITCH_CACHE to a folder that can be written.", cache_folder(), error.strerror)
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Leaves MOST_BYTES in a folder.  Other processes may use it meanwhile: what they miss they make anew."""
+    files: list[tuple[float, int, Path]] = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                found = path.stat()
+                files.append((found.st_mtime, found.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= MOST_BYTES:
+            return
+        with contextlib.suppress(OSError):
+            path.unlink()
+        total -= size
 
 
 @functools.lru_cache(maxsize=1)
