@@ -8,9 +8,10 @@ import pytest
 import tensorflow as tf
 
 from tests.op.calls import counted, specs_of, stitched
-from tf_stitch import compiler
+from tf_stitch import compiler, schedule
 from tf_stitch.backend import host
 from tf_stitch.fusion import variants
+from tf_stitch.fusion.planner import _NotAlike, draft, plan_scheduled
 from tf_stitch.ir import dims as D
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
@@ -119,3 +120,28 @@ def test_the_op_runs_the_plan_of_the_size(make, monkeypatch):
         assert stitched_runs == 1
         for g, want in zip(got, interp.run(graph, inputs), strict=True):
             np.testing.assert_allclose(g.numpy(), want, rtol=1e-3, atol=1e-4 * np.abs(want).max(initial=1))
+
+
+def test_steps_of_a_loop_are_scheduled_once_while_planning():
+    """Each of 30 cells is a kernel; what decides is looked at for one of them."""
+    b = Builder()
+    h = b.param((32, 512), "float32")
+    x, w = b.param((32, 30, 512), "float32"), b.param((512, 512), "float32")
+    for t in range(30):
+        here = b.reshape(b.slice(x, (0, t, 0), (32, 1, 512)), (32, 512))
+        h = b.ew("tanh", b.ew("add", plain(b, h, w), here))
+    graph = b.finish([h])
+    built = []
+    real = schedule.build
+    made = draft(graph, CUDA, lambda group, target: (built.append(group), real(group, target))[1])
+    assert len(made.planned) == 30 and len(built) < 20
+    plans = made.finish()
+    assert all(p.scheduled is not None for p in plans)
+    assert [p.group.outputs for p in plans] == [p.group.outputs for p in plan_scheduled(graph, CUDA)]
+
+
+def test_what_only_seemed_alike_is_planned_anew(monkeypatch):
+    graph = two_layers()
+    made = draft(graph, CUDA)
+    monkeypatch.setattr(made.planner, "final", lambda planned: (_ for _ in ()).throw(_NotAlike()))
+    assert [p.group for p in made.finish()] == [p.group for p in plan_scheduled(graph, CUDA)]
