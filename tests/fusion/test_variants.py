@@ -19,7 +19,7 @@ from tf_stitch.options import Options
 from tf_stitch.program.program import RESULT_DIMS, KernelStep, LibraryStep, Program
 from tf_stitch.schedule.target import CUDA, HOST, of_options
 
-SIZES = (0, 1, 2, 8, 9, 32, 33, 100, 129)
+SIZES = (0, 1, 2, 16, 17, 100, 129)
 
 
 def plain(b, x, y):
@@ -71,8 +71,9 @@ def test_every_size_gives_the_interpreters_results(make, monkeypatch):
                                       ).astype(np.float32) for p in graph.params]
         for got, want in zip(host.run(program, inputs), interp.run(graph, inputs), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max(initial=1))
-        steps.add(tuple(map(id, ran(program, size))))
-    assert len(steps) > 3
+        if size:
+            steps.add(tuple(map(id, ran(program, size))))
+    assert len(steps) == 3 + (make is weight_gradient)  # which folds the unknown
 
 
 def test_one_plan_runs_at_a_time():

@@ -127,13 +127,14 @@ def _split(loops: Loops, row: int | None, column: int | None, outer: Sequence[in
 
 
 def _tile(loops: Loops, d: int | None, size: int, most: int = WIDE) -> int:
-    """Elements of a tile along a free dim; they divide a known extent."""
+    """Elements of a tile along a free dim; they divide a known extent, of an unknown one the last tile may be partial.
+    """
     if d is None:
         return 1
     ext = loops.box[d][1]
     if isinstance(ext, int):
         return next(n for n in (8, 4, 2, 3, 1) if n <= most and ext % n == 0)
-    return WIDE if size >= 4 * WIDE else 1
+    return WIDE if size >= WIDE else 1
 
 
 def _run(loops: Loops, along: int) -> int:
