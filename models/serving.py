@@ -39,7 +39,7 @@ from tf_stitch.errors import StitchError
 from tf_stitch.serving import load, serve_bench
 from tf_stitch.serving.load import Client, Outcome
 from tf_stitch.serving.plots import plot
-from tf_stitch.serving.policies import POLICIES, Devices, Model, available, open_session, virtual_gpus
+from tf_stitch.serving.policies import POLICIES, Devices, Model, open_session, virtual_gpus
 
 from . import soak
 from .serving_tenants import KINDS, prepare, tenants
@@ -270,7 +270,7 @@ class _Run:
         for policy in dict.fromkeys([*self.policies, *self.mixed_policies]):
             if policy in self.policies:
                 self.step(f"search of {policy}", lambda policy=policy: self.search(policy))
-            if policy in self.mixed_policies and available(policy):
+            if policy in self.mixed_policies:
                 self.step(f"mixed load of {policy}", lambda policy=policy: self.mixed(policy))
         if "soak" in self.parts:
             self.step("soak", self.soak)
@@ -310,7 +310,7 @@ class _Run:
 
     def soak(self) -> None:
         """models.soak with these tenants."""
-        policy = "superkernel" if available("superkernel") else "stitched"
+        policy = "superkernel"
         self.results.soak = soak.held(soak.real(self.models, policy), self.args.soak_seconds,
                                       coalesce=policy == "superkernel", config=self.devices.config)
 
