@@ -310,9 +310,8 @@ class _Run:
 
     def soak(self) -> None:
         """models.soak with these tenants."""
-        policy = "superkernel"
-        self.results.soak = soak.held(soak.real(self.models, policy), self.args.soak_seconds,
-                                      coalesce=policy == "superkernel", config=self.devices.config)
+        self.results.soak = soak.held(soak.real(self.models, "superkernel"), self.args.soak_seconds, coalesce=True,
+                                      config=self.devices.config)
 
     def say(self, text: str) -> None:
         """Prints, with the time since the run began."""
