@@ -152,6 +152,7 @@ class Planner {
     for (size_t i = 0; i < p_.outputs.size(); ++i) {
       const Buffer& b = p_.buffers[p_.outputs[i]];
       for (ExprId e : b.shape) plan_.output_dims[i].push_back(values_[e]);
+      if (p_.batch) plan_.batch_inner.push_back(values_[p_.batch->outputs[i].inner]);
     }
     for (const Buffer& b : p_.buffers) {
       int64_t bytes = BytesOf(b);
@@ -293,6 +294,7 @@ class Planner {
 
 std::unique_ptr<Plan> MakePlan(const Program& program, const Signature& signature) {
   auto plan = std::make_unique<Plan>();
+  plan->signature = signature;
   Planner(program, signature, plan.get()).Make();
   return plan;
 }

@@ -35,7 +35,9 @@ struct Plan {
   bool usable = false;
   std::string why_not;  // set when not usable: which guard or size does not hold
 
+  Signature signature;                            // what it was made for
   std::vector<std::vector<int64_t>> output_dims;  // by output
+  std::vector<int64_t> batch_inner;               // by output: Batch::Place::inner; of a program with a batch
   std::vector<int64_t> buffer_bytes;              // by buffer
   std::vector<int64_t> arena_offset;              // by buffer; only for arena buffers
   int64_t arena_bytes = 0;

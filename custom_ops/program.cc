@@ -17,7 +17,7 @@ constexpr size_t kHeader = 9;                   // magic, version, crc32
 constexpr uint64_t kMostKept = 1 << 24;         // bytes
 constexpr size_t kLargestConvNumber = 1 << 20;  // a stride, padding, dilation or number of groups is below this
 
-enum Section : uint8_t { kNames = 1, kSymbols, kExprs, kBuffers, kSteps, kGuards, kCode, kText, kGrids };
+enum Section : uint8_t { kNames = 1, kSymbols, kExprs, kBuffers, kSteps, kGuards, kCode, kText, kGrids, kBatch };
 
 // Reads bytes in order.  After the first failure every read gives 0 and `error` keeps the first reason.
 class Reader {
@@ -98,9 +98,11 @@ class Parser {
     static constexpr std::pair<const char*, Method> kSections[] = {
         {"names", &Parser::Names},     {"symbols", &Parser::Symbols}, {"expressions", &Parser::Exprs},
         {"buffers", &Parser::Buffers}, {"steps", &Parser::Steps},     {"guards", &Parser::Guards},
-        {"code", &Parser::CodeBlobs},  {"text", &Parser::Text},       {"grids", &Parser::Grids}};
+        {"code", &Parser::CodeBlobs},  {"text", &Parser::Text},       {"grids", &Parser::Grids},
+        {"batch", &Parser::BatchFacts}};
     Reader all(payload);
-    for (uint8_t tag = kNames; tag <= kGrids; ++tag) {
+    for (uint8_t tag = kNames; tag <= kBatch; ++tag) {
+      if (tag == kBatch && all.at_end()) break;  // not every program has one
       const auto& [name, read] = kSections[tag - kNames];
       if (all.Byte() != tag) all.Fail("its sections are out of order");
       Reader section(all.Bytes());
@@ -323,8 +325,25 @@ class Parser {
     for (uint32_t& i : keeps->inputs) i = r.Index(p_.buffers.size(), "position");
   }
 
+  void BatchFacts(Reader& r) {
+    Batch& b = p_.batch.emplace();
+    b.symbol = r.Index(p_.symbols.size(), "symbol");
+    b.inputs.resize(r.Count());
+    for (uint32_t& axis : b.inputs) axis = Axis(r);
+    b.outputs.resize(r.Count());
+    for (Batch::Place& place : b.outputs) {
+      place.axis = Axis(r);
+      if (place.axis != Batch::kNone) place.inner = ExprRef(r);
+    }
+  }
+
+  uint32_t Axis(Reader& r) {
+    uint32_t number = r.Index(255, "dim");
+    return number ? number - 1 : Batch::kNone;
+  }
+
   // Checks what spans sections, and finds each buffer's backing memory and life.
-  bool Link() { return LinkBuffers() && LinkSymbols() && LinkAliases() && LinkLives() && LinkGrids(); }
+  bool Link() { return LinkBuffers() && LinkSymbols() && LinkAliases() && LinkLives() && LinkGrids() && LinkBatch(); }
 
   bool LinkBuffers() {
     std::vector<uint32_t>* lists[] = {&p_.inputs, &p_.outputs, &p_.temps};
@@ -410,6 +429,30 @@ class Parser {
     }
     for (uint32_t id : p_.outputs) {
       if (!touched[id]) return Error("output " + std::to_string(p_.buffers[id].index) + " is never written");
+    }
+    return true;
+  }
+
+  // Every dim exists, and those of inputs are the symbol and nothing else.
+  bool LinkBatch() {
+    if (!p_.batch) return true;
+    const Batch& b = *p_.batch;
+    if (b.inputs.size() != p_.inputs.size() || b.outputs.size() != p_.outputs.size()) {
+      return Error("its batch is of another number of inputs or outputs");
+    }
+    for (size_t i = 0; i < b.inputs.size(); ++i) {
+      if (b.inputs[i] == Batch::kNone) continue;
+      const std::vector<ExprId>& shape = p_.buffers[p_.inputs[i]].shape;
+      if (b.inputs[i] >= shape.size()) return Error("its batch is a dim that does not exist");
+      const Expr& e = p_.exprs[shape[b.inputs[i]]];
+      if (e.op != ExprOp::kSymbol || e.a != b.symbol) return Error("its batch is a dim of another size");
+    }
+    auto is_none = [](uint32_t axis) { return axis == Batch::kNone; };
+    if (std::all_of(b.inputs.begin(), b.inputs.end(), is_none)) return Error("its batch is in none of its inputs");
+    for (size_t i = 0; i < b.outputs.size(); ++i) {
+      if (b.outputs[i].axis != Batch::kNone && b.outputs[i].axis >= p_.buffers[p_.outputs[i]].shape.size()) {
+        return Error("its batch is a dim that does not exist");
+      }
     }
     return true;
   }

@@ -6,6 +6,7 @@
 #define TF_STITCH_CUSTOM_OPS_PROGRAM_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -121,6 +122,19 @@ struct Guard {
   std::string reason;
 };
 
+// How requests may be joined along an unknown size (tf_stitch/ir/separable.py proves it): those that agree in all other
+// sizes and in the inputs that do not have it.  What it says is checked by who joins them (merge.h): it may be a lie.
+struct Batch {
+  static constexpr uint32_t kNone = UINT32_MAX;
+  struct Place {
+    uint32_t axis = kNone;  // of the output; kNone: it does not depend on the batch
+    ExprId inner = 0;       // elements of the batch alternate every so many positions of the axis
+  };
+  uint32_t symbol = 0;
+  std::vector<uint32_t> inputs;  // by input: the dim that is the symbol; kNone: the same in all requests
+  std::vector<Place> outputs;    // by output
+};
+
 struct Code {
   std::string target;  // "x86-64-v3", "aarch64", "sm_90", ...
   std::string bytes;
@@ -136,6 +150,7 @@ struct Program {
   std::vector<Grid> grids;      // by first step
   std::vector<uint32_t> times;  // of each step: when it runs; steps of a phase run at the same time
   std::vector<Guard> guards;
+  std::optional<Batch> batch;  // none: requests cannot be joined
   std::vector<Code> code;
   std::string text;
 };

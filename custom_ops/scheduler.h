@@ -55,6 +55,13 @@ struct Work {
   void SetKind();  // from the units
 };
 
+// Which requests may run as one, joined along their batch (merge.h).
+struct MergeKey {
+  uint64_t key = 0;    // equal for those that may; 0: none may
+  uint64_t shape = 0;  // equal for runs that take equal time per number of rows
+  int64_t rows = 0;    // elements along the batch
+};
+
 struct TenantOptions {
   Micros slo = 0;  // 0: no deadline but the request's own
   bool best_effort = false;

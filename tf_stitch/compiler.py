@@ -19,6 +19,7 @@ from .fusion.variants import active_dims, plan_variants
 from .ir import dims as D
 from .ir.dims import Dim
 from .ir.graph import Graph, Guard, Node, view_source
+from .ir.separable import find_batch
 from .options import Options
 from .program.program import RESULT_DIMS, AliasStep, Buffer, KernelStep, LibraryStep, Program, Step
 from .schedule.target import Target, of_options
@@ -98,7 +99,7 @@ def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel | GridKe
         work = make_kernels(variant.planned, target)
         assembler.add(variant.graph, work, active)
         kernels += [k for k in work if isinstance(k, Kernel)]
-    program = assembler.program(kernels)
+    program = replace(assembler.program(kernels), batch=find_batch(graph))
     grid_kernels: list[GridKernel] = []
     if target.superkernels and program.text:
         program = replace(program, text=WITH_MANY + program.text)

@@ -25,7 +25,7 @@ LARGEST = 4096  # bytes of an input
 
 def seeds(models: list[Path]) -> list[Program]:
     found = [make() for make in (programs.axpb, programs.chain, programs.rowsum, programs.gather, programs.reshape,
-                                 programs.fill, programs.matmul, programs.phased)]
+                                 programs.fill, programs.matmul, programs.phased, programs.joinable, programs.columns)]
     if models:
         from tf_stitch.saved_model import read
         from tf_stitch.signing import _stitched

@@ -8,17 +8,19 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "../../custom_ops/grid_table.h"
+#include "../../custom_ops/merge.h"
 #include "../../custom_ops/plan.h"
 #include "../../custom_ops/program.h"
 
 namespace {
 
-int64_t g_parsed = 0, g_usable = 0;
+int64_t g_parsed = 0, g_usable = 0, g_joined = 0;
 
 // The header that serialize.seal writes; bit by bit, so that it checks the library's own checksum too.
 std::string Seal(const std::string& payload) {
@@ -33,6 +35,52 @@ std::string Seal(const std::string& payload) {
   return data + payload;
 }
 
+// Memory of a request's own for every buffer that is small enough; the others are nowhere.
+struct Memory {
+  Memory(const tf_stitch::Program& program, const tf_stitch::Plan& plan) {
+    for (const tf_stitch::Buffer& b : program.buffers) {
+      size_t id = addresses.size();
+      addresses.push_back(nullptr);
+      if (plan.buffer_bytes[id] > 1 << 16) small = false;
+      if (!small || b.backing == tf_stitch::Backing::kArena) continue;
+      blocks.emplace_back(static_cast<size_t>(plan.buffer_bytes[id]));
+      addresses.back() = blocks.back().data();
+    }
+  }
+  bool small = true;
+  std::vector<std::vector<char>> blocks;
+  std::vector<void*> addresses;
+};
+
+// Joins two requests: whatever the program claims of its batch, copies stay within both sides.
+void Join(const tf_stitch::Program& program, const tf_stitch::Signature& one, int64_t rows) {
+  if (!program.batch) return;
+  tf_stitch::Signature other = tf_stitch::JoinedSignature(program, one, rows);
+  auto a = tf_stitch::MakePlan(program, one), b = tf_stitch::MakePlan(program, other);
+  if (!a->usable || !b->usable) return;
+  tf_stitch::Signature marked = tf_stitch::JoinedSignature(program, one, -12345);
+  int64_t together = 0;
+  for (size_t i = 0; i < one.size(); ++i) {
+    if (marked[i] != one[i] && __builtin_add_overflow(one[i], rows, &together)) return;
+  }
+  auto whole = tf_stitch::MakePlan(program, tf_stitch::JoinedSignature(program, one, together));
+  Memory x(program, *a), y(program, *b);
+  if (!whole->usable || !x.small || !y.small) return;
+  for (size_t i = 0; i < program.inputs.size(); ++i) {
+    if (program.batch->inputs[i] == tf_stitch::Batch::kNone) {
+      y.addresses[program.inputs[i]] = x.addresses[program.inputs[i]];
+    }
+  }
+  tf_stitch::JoinedRun run;
+  if (!run.Lay(program, *whole, {{a.get(), x.addresses.data()}, {b.get(), y.addresses.data()}}).empty()) return;
+  if (run.bytes() > 1 << 20) return;
+  ++g_joined;
+  auto memory = std::make_unique<char[]>(static_cast<size_t>(run.bytes()));
+  run.Place(memory.get());
+  for (const tf_stitch::Piece& p : run.gathers()) tf_stitch::CopyPiece(p);
+  for (const tf_stitch::Piece& p : run.scatters()) tf_stitch::CopyPiece(p);
+}
+
 // Plans for small, huge, negative and usual sizes.
 void PlanAll(const tf_stitch::Program& program, std::mt19937_64* rng) {
   static constexpr int64_t kSizes[] = {0, 1, 2, 7, 64, 1000, -1, int64_t{1} << 40, INT64_MAX, INT64_MIN};
@@ -45,6 +93,7 @@ void PlanAll(const tf_stitch::Program& program, std::mt19937_64* rng) {
     for (int64_t& v : signature) v = i < 2 ? same : kSizes[(*rng)() % 10];
     auto plan = tf_stitch::MakePlan(program, signature);
     g_usable += plan->usable;
+    Join(program, signature, kSizes[(*rng)() % 6]);
     if (plan->usable != plan->why_not.empty()) abort();
     for (size_t k = 0; plan->usable && k < program.buffers.size(); ++k) {  // the arena holds what is placed in it
       const tf_stitch::Buffer& b = program.buffers[k];
@@ -118,7 +167,8 @@ int main(int argc, char** argv) {
     for (uint64_t changes = 1 + rng() % 4; changes && !data.empty(); --changes) Damage(&data, &rng);
     Test(data);
   }
-  printf("%lld parsed, %lld plans usable\n", static_cast<long long>(g_parsed), static_cast<long long>(g_usable));
+  printf("%lld parsed, %lld plans usable, %lld pairs joined\n", static_cast<long long>(g_parsed),
+         static_cast<long long>(g_usable), static_cast<long long>(g_joined));
 }
 
 #endif  // TF_STITCH_LIBFUZZER

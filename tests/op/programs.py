@@ -7,6 +7,7 @@ import functools
 from tf_stitch.backend import host
 from tf_stitch.ir import dims as D
 from tf_stitch.ir.graph import Guard, SymbolSource
+from tf_stitch.ir.separable import Batch
 from tf_stitch.program.program import AliasStep, Buffer, Grid, KernelStep, LibraryStep, Program
 
 TEXT = r"""
@@ -140,6 +141,30 @@ def gather() -> Program:
                     Buffer("output", 0, "float32", (k,))],
                    [launch("t_gather", (0, 1, 2), k, 1, (n,))],
                    {"n": SymbolSource("dim", 0, 0), "k": SymbolSource("dim", 1, 0)})
+
+
+def joinable() -> Program:
+    """x [n, m], table [v], idx [n] -> sums of x's rows [n], table[idx] [n], 2 table + 1 [v], table[idx] as [n, 1].
+
+    Requests of one table may be joined along n.
+    """
+    n, m, v, f = dim("n"), dim("m"), dim("v"), "float32"
+    buffers = [Buffer("input", 0, f, (n, m)), Buffer("input", 1, f, (v,)), Buffer("input", 2, "int32", (n,)),
+               Buffer("output", 0, f, (n,)), Buffer("output", 1, f, (n,)), Buffer("output", 2, f, (v,)),
+               Buffer("output", 3, f, (n, 1))]
+    steps = [launch("t_rowsum", (0, 3), n, 1, (m,), m * 4, m * 10), launch("t_gather", (1, 2, 4), n, 1, (v,)),
+             launch("t_axpb", (1, 5), v), AliasStep(4, 6)]
+    symbols = {"n": SymbolSource("dim", 0, 0), "m": SymbolSource("dim", 0, 1), "v": SymbolSource("dim", 1, 0)}
+    return program(buffers, steps, symbols, batch=Batch("n", (0, None, 0), ((0, 1), (0, 1), None, (0, 1))))
+
+
+def columns(guards=()) -> Program:
+    """x [m, n] float32 -> 2x + 1, whose requests may be joined along n."""
+    n, m = dim("n"), dim("m")
+    return program([Buffer("input", 0, "float32", (m, n)), Buffer("output", 0, "float32", (m * n,))],
+                   [launch("t_axpb", (0, 1), n * m)],
+                   {"m": SymbolSource("dim", 0, 0), "n": SymbolSource("dim", 0, 1)}, guards,
+                   batch=Batch("n", (1,), ((0, 1),)))
 
 
 def reshape() -> Program:

@@ -14,11 +14,12 @@ from tf_stitch import runtime
 from tf_stitch.errors import ProgramError
 from tf_stitch.ir import dims as D
 from tf_stitch.ir.graph import Guard, SymbolSource
+from tf_stitch.ir.separable import Batch
 from tf_stitch.program import serialize
 from tf_stitch.program.program import Buffer, Program
 
 ALL = [programs.axpb, programs.chain, programs.phased, programs.rowsum, programs.gather, programs.reshape,
-       programs.fill, programs.matmul]
+       programs.fill, programs.matmul, programs.joinable, programs.columns]
 
 
 @pytest.mark.parametrize("make", ALL)
@@ -164,6 +165,26 @@ def test_grids_that_overlap_are_refused():
     whole = program.grids[0]
     program.grids = [whole, dataclasses.replace(whole, first=4, phases=(1,))]
     assert "its grids overlap" in runtime.check_program(serialize.dumps(program))
+
+
+@pytest.mark.parametrize("batch, message", [
+    (Batch("n", (0, None), ((0, 1), (0, 1), None, (0, 1))), "its batch is of another number of inputs or outputs"),
+    (Batch("n", (0, None, 0), ((0, 1),)), "its batch is of another number of inputs or outputs"),
+    (Batch("n", (1, None, 0), ((0, 1), (0, 1), None, (0, 1))), "its batch is a dim of another size"),
+    (Batch("v", (0, None, 0), ((0, 1), (0, 1), None, (0, 1))), "its batch is a dim of another size"),
+    (Batch("n", (0, None, 1), ((0, 1), (0, 1), None, (0, 1))), "its batch is a dim that does not exist"),
+    (Batch("n", (0, None, 0), ((0, 1), (1, 1), None, (0, 1))), "its batch is a dim that does not exist"),
+    (Batch("n", (None, None, None), ((0, 1), (0, 1), None, (0, 1))), "its batch is in none of its inputs"),
+])
+def test_batches_that_the_op_refuses(batch, message):
+    program = dataclasses.replace(programs.joinable(), batch=batch)
+    assert message in runtime.check_program(serialize.dumps(program))
+
+
+def test_a_program_without_a_batch_is_as_before():
+    data, more = (serialize.dumps(programs.joinable() if b else dataclasses.replace(programs.joinable(), batch=None))
+                  for b in (False, True))
+    assert more[9:].startswith(data[9:]) and serialize.loads(data).batch is None
 
 
 def test_other_versions_and_other_bytes():

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.graph import Guard, SymbolSource
+from ..ir.separable import Batch
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Program:
     ``code`` maps a target ("x86-64-v3", "sm_90", ...) to machine code that holds every kernel;
     ``text`` is the source of all kernels (kept for aarch64, other chips and for reading).
     ``grids`` are runs of steps, in order, that a GPU may launch at once.
+    ``batch`` is the unknown size along which requests may be joined; None where none is proven to be one.
     """
 
     buffers: list[Buffer]
@@ -118,6 +120,7 @@ class Program:
     code: dict[str, bytes] = field(default_factory=dict)
     name: str = ""
     grids: list[Grid] = field(default_factory=list)
+    batch: Batch | None = None
 
     def of_kind(self, kind: str) -> list[Buffer]:
         """The buffers of one kind, by index."""

@@ -1,7 +1,7 @@
 """The byte format of a program: what travels in the op's ``program`` attr (read by custom_ops/program.cc).
 
     "TFSP"  version: byte  crc32 of the rest: 4 bytes, little-endian
-    9 sections in this order, each: tag: byte (1..9)  length  contents
+    9 or 10 sections in this order, each: tag: byte (1..10)  length  contents
       1 names        count, strings                  strings below are indices into this list; then the program's name
       2 symbols      count, (name, flags: byte, param, index, [lo], [hi])   flags: 1 "value", 2 has lo, 4 has hi
       3 expressions  count, (op: byte, operands)     operands are earlier entries; see _OPS
@@ -15,6 +15,8 @@
       8 text         bytes
       9 grids        count, (kernel, bodies: count, (kernel, bytes kept, positions kept),
                                       base buffers, first step, phases: count, steps - 1 of each)
+     10 batch        symbol, inputs: count, dim + 1 of each (0: not along the batch),     only of a program that has one
+                     outputs: count, (dim + 1, the expression `inner`) of each, or just 0 (see ir.separable.Batch)
 
 Numbers are LEB128, signed ones zigzag; strings and bytes carry their length.
 """
@@ -28,6 +30,7 @@ from ..errors import ProgramError
 from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.graph import Guard, SymbolSource
+from ..ir.separable import Batch
 from .program import AliasStep, Buffer, Grid, KernelStep, LibraryStep, Program, Step
 
 MAGIC, VERSION = b"TFSP", 2
@@ -137,12 +140,14 @@ def dumps(program: Program, text: bool = True) -> bytes:
     Raises ProgramError for a size that needs more than 64 bits or that no input gives.
     """
     names, exprs = _Table(), _Exprs(list(program.symbols))
-    sections = [_Writer() for _ in range(9)]
-    w_names, w_symbols, w_exprs, w_buffers, w_steps, w_guards, w_code, w_text, w_grids = sections
+    sections = [_Writer() for _ in range(10)]
+    w_names, w_symbols, w_exprs, w_buffers, w_steps, w_guards, w_code, w_text, w_grids, w_batch = sections
     name = names.number(program.name)
     w_buffers.list(program.buffers, lambda b: _write_buffer(w_buffers, b, exprs))
     w_steps.list(program.steps, lambda s: _write_step(w_steps, s, names, exprs))
     w_guards.list(program.guards, lambda g: _write_guard(w_guards, g, names, exprs))
+    if program.batch is not None:
+        _write_batch(w_batch, program.batch, exprs)
     w_symbols.list(list(program.symbols.items()), lambda s: _write_symbol(w_symbols, *s, names, exprs))
     w_exprs.list(list(exprs.table), lambda e: _write_expr(w_exprs, e))
     w_code.list(sorted(program.code.items()), lambda c: _write_code(w_code, *c, names))
@@ -152,8 +157,9 @@ def dumps(program: Program, text: bool = True) -> bytes:
     w_names.unsigned(name)
     whole = _Writer()
     for tag, section in enumerate(sections, 1):
-        whole.byte(tag)
-        whole.bytes(section.out)
+        if section is not w_batch or program.batch is not None:
+            whole.byte(tag)
+            whole.bytes(section.out)
     return seal(bytes(whole.out))
 
 
@@ -231,6 +237,18 @@ def _write_body(w: _Writer, kernel: str, room: int, inputs: tuple[int, ...], nam
     w.list(inputs, w.unsigned)
 
 
+def _write_batch(w: _Writer, b: Batch, exprs: _Exprs) -> None:
+    w.unsigned(exprs.numbers[b.symbol])
+    w.list(b.inputs, lambda axis: w.unsigned(0 if axis is None else axis + 1))
+    w.list(b.outputs, lambda where: _write_place(w, where, exprs))
+
+
+def _write_place(w: _Writer, where: tuple[int, Dim] | None, exprs: _Exprs) -> None:
+    w.unsigned(0 if where is None else where[0] + 1)
+    if where is not None:
+        w.unsigned(exprs.number(where[1]))
+
+
 def _write_code(w: _Writer, target: str, code: bytes, names: _Table) -> None:
     w.unsigned(names.number(target))
     w.bytes(code)
@@ -275,8 +293,11 @@ class _Reader:
             raise ValueError("a list is longer than the data")
         return [read() for _ in range(n)]
 
+    def at_end(self) -> bool:
+        return self.at == len(self.data)
+
     def finish(self) -> None:
-        if self.at != len(self.data):
+        if not self.at_end():
             raise ValueError("there are bytes left over")
 
 
@@ -297,12 +318,14 @@ def loads(data: bytes) -> Program:
 
 def _read(all_: _Reader) -> Program:
     sections = []
-    for tag in range(1, 10):
+    for tag in range(1, 11):
+        if tag == 10 and all_.at_end():
+            break
         if all_.byte() != tag:
             raise ValueError("its sections are out of order")
         sections.append(_Reader(all_.bytes()))
     all_.finish()
-    r_names, r_symbols, r_exprs, r_buffers, r_steps, r_guards, r_code, r_text, r_grids = sections
+    r_names, r_symbols, r_exprs, r_buffers, r_steps, r_guards, r_code, r_text, r_grids, *r_batch = sections
     names = r_names.list(lambda: r_names.bytes().decode())
     title = names[r_names.unsigned()]
     symbols = r_symbols.list(lambda: _read_symbol(r_symbols, names))
@@ -315,7 +338,8 @@ def _read(all_: _Reader) -> Program:
         guards=r_guards.list(lambda: _read_guard(r_guards, names, exprs)),
         code=dict(r_code.list(lambda: (names[r_code.unsigned()], r_code.bytes()))),
         text=r_text.bytes().decode(), name=title,
-        grids=r_grids.list(lambda: _read_grid(r_grids, names)))
+        grids=r_grids.list(lambda: _read_grid(r_grids, names)),
+        batch=_read_batch(r_batch[0], symbols, exprs) if r_batch else None)
     for section in sections:
         section.finish()
     return program
@@ -365,6 +389,17 @@ def _read_grid(r: _Reader, names: list[str]) -> Grid:
     bodies = r.list(lambda: (names[r.unsigned()], (r.unsigned(), tuple(r.list(r.unsigned)))))
     return Grid(kernel, tuple(b for b, _ in bodies), tuple(r.list(r.unsigned)), r.unsigned(),
                 tuple(r.list(lambda: r.unsigned() + 1)), tuple(k for _, k in bodies))
+
+
+def _read_batch(r: _Reader, symbols: list[tuple[D.Symbol, SymbolSource]], exprs: list[Dim]) -> Batch:
+    name = symbols[r.unsigned()][0].name
+    inputs = r.list(lambda: _axis(r.unsigned()))
+    outputs = r.list(lambda: None if (axis := _axis(r.unsigned())) is None else (axis, exprs[r.unsigned()]))
+    return Batch(name, tuple(inputs), tuple(outputs))
+
+
+def _axis(number: int) -> int | None:
+    return number - 1 if number else None
 
 
 def _read_guard(r: _Reader, names: list[str], exprs: list[Dim]) -> Guard:
