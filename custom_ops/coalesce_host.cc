@@ -1,6 +1,7 @@
 #include "coalesce_host.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <utility>
 
 #include "hash.h"
@@ -31,15 +32,20 @@ uint64_t ShapeOf(const Program& program, const StepPlan& plan, size_t step) {
 
 class HostDevice : public Device {
  public:
-  explicit HostDevice(int workers) : lanes_(static_cast<size_t>(std::max(workers, 1)), LaneKind::kAny) {}
+  HostDevice(int workers, int64_t merge_bytes)
+      : lanes_(static_cast<size_t>(std::max(workers, 1)), LaneKind::kAny), budget_(merge_bytes) {}
 
   const std::string& name() const override { return name_; }
   std::vector<LaneKind> lanes() const override { return lanes_; }
   std::unique_ptr<Ticket> Issue(size_t lane, std::vector<Member>* members) override;
+  std::unique_ptr<Ticket> IssueJoined(size_t lane, const std::vector<Request*>& requests, Joining* how) override;
 
  private:
+  Joining RunJoined(const HostRequest& first, const Plan& plan, JoinedRun* run);
+
   const std::string name_ = "CPU";
   const std::vector<LaneKind> lanes_;
+  MergeBudget budget_;
 };
 
 // A member's step, and the shards of blocks that it adds to the loop.
@@ -93,9 +99,41 @@ std::unique_ptr<Device::Ticket> HostDevice::Issue(size_t, std::vector<Member>* m
   return nullptr;
 }
 
+std::unique_ptr<Device::Ticket> HostDevice::IssueJoined(size_t, const std::vector<Request*>& requests, Joining* how) {
+  const auto& first = static_cast<const HostRequest&>(*requests.front());
+  std::vector<JoinedRun::Member> members;
+  int64_t rows = 0;
+  for (const Request* request : requests) {
+    const auto& r = static_cast<const HostRequest&>(*request);
+    members.push_back({r.plan.get(), r.memory});
+    rows += r.merge.rows;
+  }
+  std::shared_ptr<const Plan> plan = first.joined_plan(JoinedSignature(*first.program, first.plan->signature, rows));
+  JoinedRun run;
+  *how = plan && run.Lay(*first.program, *plan, members).empty() ? RunJoined(first, *plan, &run) : Joining::kNever;
+  return nullptr;
+}
+
+Joining HostDevice::RunJoined(const HostRequest& first, const Plan& plan, JoinedRun* run) {
+  int64_t bytes = run->bytes();
+  if (!budget_.Take(bytes)) return Joining::kNotNow;
+  auto free_all = [&](char* memory) { free(memory), budget_.Give(bytes); };
+  std::unique_ptr<char, decltype(free_all)> memory(
+      static_cast<char*>(aligned_alloc(kArenaAlignment, static_cast<size_t>(std::max(bytes, kArenaAlignment)))),
+      free_all);
+  if (!memory) return budget_.Give(bytes), Joining::kNotNow;
+  run->Place(memory.get());
+  for (const Piece& piece : run->gathers()) CopyPiece(piece);
+  if (RunHost(*first.program, *first.code, plan, run->memory(), first.parallel_for, first.threads)) {
+    return Joining::kFailed;
+  }
+  for (const Piece& piece : run->scatters()) CopyPiece(piece);
+  return Joining::kDone;
+}
+
 }  // namespace
 
-HostWork::HostWork(const Program& program, const HostCode& code, const Plan& plan) {
+HostWork::HostWork(const Program& program, const HostCode& code, const Plan& plan) : mergeable(program, plan, "host") {
   auto made = std::make_shared<Work>();
   for (size_t i = 0; i < program.steps.size(); ++i) {
     const StepPlan& s = plan.steps[i];
@@ -108,6 +146,8 @@ HostWork::HostWork(const Program& program, const HostCode& code, const Plan& pla
   work = std::move(made);
 }
 
-std::unique_ptr<Device> MakeHostDevice(int workers) { return std::make_unique<HostDevice>(workers); }
+std::unique_ptr<Device> MakeHostDevice(int workers, int64_t merge_bytes) {
+  return std::make_unique<HostDevice>(workers, merge_bytes);
+}
 
 }  // namespace tf_stitch

@@ -2,11 +2,13 @@
 #ifndef TF_STITCH_CUSTOM_OPS_COALESCE_HOST_H_
 #define TF_STITCH_CUSTOM_OPS_COALESCE_HOST_H_
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "coalescer.h"
+#include "merge.h"
 #include "plan.h"
 #include "program.h"
 #include "runtime_host.h"
@@ -19,6 +21,7 @@ struct HostWork : PlanExtra {
 
   std::shared_ptr<const Work> work;
   std::vector<size_t> steps;  // by unit
+  Mergeable mergeable;
 };
 
 // A run of a program on the CPU.  What it points to must live until Done.
@@ -31,10 +34,11 @@ class HostRequest : public Request {
   void* const* memory = nullptr;  // address of every buffer of the program
   ParallelFor parallel_for;
   int threads = 1;  // of parallel_for
+  PlanFor joined_plan;
 };
 
-// Runs HostRequests, `workers` superkernels at a time.
-std::unique_ptr<Device> MakeHostDevice(int workers);
+// Runs HostRequests, `workers` superkernels at a time.  Joined runs take no more than `merge_bytes` of memory together.
+std::unique_ptr<Device> MakeHostDevice(int workers, int64_t merge_bytes);
 
 }  // namespace tf_stitch
 

@@ -18,6 +18,11 @@ Micros NowMicros() {
   return duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
+std::unique_ptr<Device::Ticket> Device::IssueJoined(size_t, const std::vector<Request*>&, Joining* how) {
+  *how = Joining::kNever;
+  return nullptr;
+}
+
 Coalescer::Coalescer(const Options& options, std::unique_ptr<Device> device, const std::string& estimates)
     : options_(options),
       device_(std::move(device)),
@@ -42,7 +47,8 @@ Coalescer::Taken Coalescer::Submit(const std::shared_ptr<Request>& request, bool
   request->id_ = next_id_++;
   Policy::Verdict verdict{Policy::Verdict::kFull, ""};
   while (!stopping_ && !request->cancelled_ && verdict.kind == Policy::Verdict::kFull) {
-    verdict = policy_.Admit(request->id_, request->tenant, request->work, request->deadline, NowMicros());
+    verdict =
+        policy_.Admit(request->id_, request->tenant, request->work, request->deadline, NowMicros(), request->merge);
     if (verdict.kind == Policy::Verdict::kFull) WaitForRoom(&lock);
   }
   if (verdict.kind == Policy::Verdict::kHeld) {
@@ -225,7 +231,8 @@ void Coalescer::Issue(size_t index) {
     Superkernel superkernel;
     Micros wake = kNever;
     if (HasRoom(lane) && policy_.Next(lane.kind, NowMicros(), &superkernel, &wake)) {
-      Start(index, std::move(superkernel), &lock);
+      superkernel.joined ? StartJoined(index, std::move(superkernel), &lock)
+                         : Start(index, std::move(superkernel), &lock);
     } else if (!Over()) {
       if (alone_.id && !requests_.empty()) wake = std::min(wake, NowMicros() + kLookAgain);
       Sleep(&lane, wake, &lock);
@@ -267,11 +274,7 @@ void Coalescer::Start(size_t index, Superkernel superkernel, Lock* lock) {
     }
   }
   if (ticket) {
-    Lane& lane = lanes_[index];
-    lane.ahead_us += superkernel.estimate_us;
-    lane.pending.push_back({std::move(superkernel), std::move(ticket)});
-    lane.has_pending.notify_one();
-    ++pending_;
+    Keep(index, std::move(superkernel), std::move(ticket));
   } else {
     policy_.Finished(superkernel, static_cast<double>(std::max<Micros>(end - begin, 1)), end);
   }
@@ -293,12 +296,18 @@ void Coalescer::Finish(size_t index) {
     Pending done = std::move(lane.pending.front());
     lane.pending.pop_front();
     lane.ahead_us = lane.pending.empty() ? 0 : lane.ahead_us - done.superkernel.estimate_us;
+    if (done.superkernel.joined) {
+      policy_.Joined(done.superkernel, error.empty() ? Joining::kDone : Joining::kFailed);
+      if (!error.empty()) done.superkernel.parts.clear();  // nothing was measured
+    }
     policy_.Finished(done.superkernel, error.empty() ? us : done.superkernel.estimate_us, NowMicros());
     Gone gone;
     for (uint64_t id : done.superkernel.members) {
       Request* request = requests_.at(id).get();
       --request->under_way_;
-      if (!error.empty()) {
+      if (!error.empty() && done.superkernel.joined) {
+        Restart(request, &gone);
+      } else if (!error.empty()) {
         End(request, Outcome::kFailed, error, &gone);
       } else if (request->ended_) {
         TakeOut(request, &gone);
@@ -313,6 +322,58 @@ void Coalescer::Finish(size_t index) {
     if (stopping_) Wake();
     room_.notify_all();
   }
+}
+
+// The whole of requests, as one.
+void Coalescer::StartJoined(size_t index, Superkernel superkernel, Lock* lock) {
+  std::vector<Request*> requests;
+  for (uint64_t id : superkernel.members) {
+    requests.push_back(requests_.at(id).get());
+    ++requests.back()->under_way_;
+  }
+  if (policy_.any_ready()) Wake();  // for another lane
+  lock->unlock();
+  Joining how = Joining::kDone;
+  Micros begin = NowMicros();
+  std::unique_ptr<Device::Ticket> ticket = device_->IssueJoined(index, requests, &how);
+  Micros end = NowMicros();
+  lock->lock();
+  Gone gone;
+  for (Request* request : requests) {
+    if (!ticket) --request->under_way_;
+    if (how != Joining::kDone) {
+      Restart(request, &gone);
+    } else {
+      policy_.Advance(request->id_, request->work->units.size(), end);
+      End(request, request->cancelled_ ? Outcome::kCancelled : Outcome::kCompleted, "", &gone);
+    }
+  }
+  if (!ticket) {
+    policy_.Joined(superkernel, how);
+    if (how != Joining::kDone) superkernel.parts.clear();  // nothing was measured
+    double us = static_cast<double>(std::max<Micros>(end - begin, 1));
+    policy_.Finished(superkernel, how == Joining::kDone ? us : superkernel.estimate_us, end);
+  } else {
+    Keep(index, std::move(superkernel), std::move(ticket));
+  }
+  Wake();
+  Answer(&gone, lock);
+}
+
+// A request whose joined run has come to nothing begins again, by itself.
+void Coalescer::Restart(Request* request, Gone* gone) {
+  request->ended_ = false;
+  if (request->cancelled_) return End(request, Outcome::kCancelled, "", gone);
+  policy_.Restart(request->id_, NowMicros());
+}
+
+// A ticket is waited for by the lane's finisher.
+void Coalescer::Keep(size_t index, Superkernel superkernel, std::unique_ptr<Device::Ticket> ticket) {
+  Lane& lane = lanes_[index];
+  lane.ahead_us += superkernel.estimate_us;
+  lane.pending.push_back({std::move(superkernel), std::move(ticket)});
+  lane.has_pending.notify_one();
+  ++pending_;
 }
 
 // --- answers -----------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class Request {
 
   std::string tenant;
   std::shared_ptr<const Work> work;  // at least one unit
+  MergeKey merge;
   Micros deadline = kNever;
 
  private:
@@ -75,6 +76,10 @@ class Device {
   // member next, on whichever lane, comes after.  One call per lane at a time.  A member that fails does not hurt the
   // others.
   virtual std::unique_ptr<Ticket> Issue(size_t lane, std::vector<Member>* members) = 0;
+
+  // Runs all units of requests of one merge key as one request.  Sets `how`; unless it is kDone nothing of them is
+  // under way, and null is returned.  A ticket's error means that none of them has run.
+  virtual std::unique_ptr<Ticket> IssueJoined(size_t lane, const std::vector<Request*>& requests, Joining* how);
 };
 
 class Coalescer {
@@ -150,6 +155,9 @@ class Coalescer {
   void Issue(size_t lane);
   void Finish(size_t lane);
   void Start(size_t lane, Superkernel superkernel, Lock* lock);
+  void StartJoined(size_t lane, Superkernel superkernel, Lock* lock);
+  void Restart(Request* request, Gone* gone);
+  void Keep(size_t lane, Superkernel superkernel, std::unique_ptr<Device::Ticket> ticket);
   void End(Request* request, Outcome outcome, std::string why, Gone* gone);
   void TakeOut(Request* request, Gone* gone);
   void Answer(Gone* gone, Lock* lock);

@@ -12,8 +12,9 @@ namespace tf_stitch {
 
 struct CoalescingOptions {
   Coalescer::Options coalescer;
-  int workers = 0;  // superkernels at a time on the CPU; 0: one per core, at most 4
-  int lanes = 4;    // streams on a GPU
+  int workers = 0;                           // superkernels at a time on the CPU; 0: one per core, at most 4
+  int lanes = 4;                             // streams on a GPU
+  int64_t merge_bytes = int64_t{256} << 20;  // memory of joined runs, on each device
 };
 
 // The coalescer of a device, made by `make` on first use; null while coalescing is off.  `key` tells devices apart

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "mix.h"
+#include "hash.h"
 
 namespace tf_stitch {
 namespace {
@@ -44,9 +44,9 @@ bool IsOwn(const Program& program, uint32_t output) {  // and no alias of someth
 }
 
 uint64_t HashOfSteps(const Program& program) {
-  uint64_t h = kMixStart;
+  uint64_t h = kHashOfNothing;
   for (const Step& s : program.steps) {
-    h = Mix(h, s.kind == Step::Kind::kLibrary ? NameOf(s.call) : s.kernel);
+    h = Mix(h, HashOfBytes(s.kind == Step::Kind::kLibrary ? NameOf(s.call) : s.kernel));
     for (int64_t flag : FlagsOf(s)) h = Mix(h, static_cast<uint64_t>(flag));
     if (!s.buffers.empty()) h = Mix(h, static_cast<uint64_t>(program.buffers[s.buffers[0]].dtype));
   }
@@ -59,7 +59,7 @@ Mergeable::Mergeable(const Program& program, const Plan& plan, std::string_view 
   std::vector<size_t> along = BatchDims(program);
   if (along.empty()) return;
   key_.rows = plan.signature[along[0]];
-  uint64_t h = Mix(HashOfSteps(program), device);
+  uint64_t h = Mix(HashOfSteps(program), HashOfBytes(device));
   for (int64_t v : JoinedSignature(program, plan.signature, 0)) h = Mix(h, static_cast<uint64_t>(v));
   key_.key = key_.shape = h | 1;  // 0 is none
   std::vector<bool> read = InputsRead(program);

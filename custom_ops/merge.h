@@ -6,9 +6,11 @@
 #ifndef TF_STITCH_CUSTOM_OPS_MERGE_H_
 #define TF_STITCH_CUSTOM_OPS_MERGE_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -19,6 +21,26 @@
 #include "scheduler.h"
 
 namespace tf_stitch {
+
+// The plan for a signature of the request's program, ready to run; null when there is none.
+using PlanFor = std::function<std::shared_ptr<const Plan>(const Signature& signature)>;
+
+// Memory that joined runs may take together.
+class MergeBudget {
+ public:
+  explicit MergeBudget(int64_t bytes) : left_(bytes) {}
+
+  // False when there is not so much left.
+  bool Take(int64_t bytes) {
+    if (left_.fetch_sub(bytes) >= bytes) return true;
+    left_ += bytes;
+    return false;
+  }
+  void Give(int64_t bytes) { left_ += bytes; }
+
+ private:
+  std::atomic<int64_t> left_;
+};
 
 // What requests of one plan share in being joined; kept with the plan.
 class Mergeable {

@@ -135,7 +135,7 @@ std::string Policy::Inadmissible(const Tenant& tenant, const Kind& kind, Micros 
 }
 
 Policy::Verdict Policy::Admit(uint64_t id, const std::string& name, std::shared_ptr<const Work> work, Micros deadline,
-                              Micros now) {
+                              Micros now, const MergeKey& merge) {
   if (entries_.size() >= static_cast<size_t>(options_.max_instances)) return {Verdict::kFull, ""};
   Tenant* tenant = TenantOf(name);
   ++tenant->stats.requests;
@@ -157,6 +157,7 @@ Policy::Verdict Policy::Admit(uint64_t id, const std::string& name, std::shared_
   e.tenant = tenant;
   e.work = std::move(work);
   e.kind = kind;
+  e.merge = merge;
   e.arrival = now;
   e.deadline = deadline;
   e.best_effort = tenant->options.best_effort;
@@ -335,7 +336,7 @@ bool Policy::Next(LaneKind lane, Micros now, Superkernel* out, Micros* wake) {
     }
   }
   if (!best.leader) return false;
-  Fill(best, now, out);
+  if (!FillJoined(best, now, out)) Fill(best, now, out);
   return true;
 }
 
@@ -360,54 +361,69 @@ bool Policy::Pays(const Unit& u, const Superkernel& s) {
   return pays || ++refused_ % kRetry == 0;
 }
 
-// The leader, then all that are ready in its cluster, while there is room: latency tenants first, the most urgent
-// first.  Best effort joins a latency tenant only within its slack.  A throttled tenant's requests keep to themselves.
-void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
-  *out = {};
-  out->best_effort = chosen.best_effort;
-  out->cluster = chosen.cluster;
-  Company company = chosen.leader->work->units[chosen.leader->next].company;
-  out->gathers = company == Company::kGathers;
-  size_t most = company == Company::kNone ? 1 : static_cast<size_t>(options_.max_pack);
-  std::vector<Entry*> order = ready_.at(chosen.cluster);
-  Entry* leader = chosen.leader;
-  std::sort(order.begin(), order.end(), [&](const Entry* a, const Entry* b) {
+// The leader first, then latency tenants, the most urgent first.
+void Policy::Order(std::vector<Entry*>* entries, const Entry* leader) const {
+  std::sort(entries->begin(), entries->end(), [&](const Entry* a, const Entry* b) {
     if (a == leader || b == leader) return a == leader && b != leader;
     bool x = a->best_effort, y = b->best_effort;
     if (x != y) return y;
     Micros s = LatestStart(*a), t = LatestStart(*b);
     return s != t ? s < t : a->id < b->id;
   });
-  std::map<Tenant*, double> lone;
-  double lone_sum = 0;
-  Micros least_latest = kNever;  // of the latency tenants in it
-  for (Entry* e : order) {
-    if (out->members.size() == most) break;
-    Tenant* tenant = e->tenant;
-    bool alone = tenant->throttled || leader->tenant->throttled;
-    if (alone && tenant != leader->tenant) continue;
-    if (!Pays(e->work->units[e->next], *out)) continue;
-    if (e->best_effort && !chosen.best_effort && Plus(now, out->estimate_us) > least_latest) continue;
-    if (!e->best_effort) least_latest = std::min(least_latest, LatestStart(*e));
-    out->members.push_back(e->id);
-    AddPart(e->work->units[e->next], out);
-    double us = std::max(Remaining(*e) - e->kind->remaining_us[e->next + 1], 1e-3);
-    lone[tenant] += us;
-    lone_sum += us;
-    e->waited += now - e->ready_since;
-    TakeFromList(e);
-    e->state = State::kUnderWay;
-  }
-  out->steps = out->members.size();
+}
+
+// A throttled tenant's requests keep to themselves.
+bool Policy::KeepsCompany(const Entry& e, const Entry& leader) {
+  return e.tenant == leader.tenant || (!e.tenant->throttled && !leader.tenant->throttled);
+}
+
+// Makes an entry a member.
+void Policy::Take(Entry* e, Micros now, Superkernel* out) {
+  out->members.push_back(e->id);
+  e->waited += now - e->ready_since;
+  TakeFromList(e);
+  e->state = State::kUnderWay;
+}
+
+// A superkernel with all its members starts; `lone` is what each tenant's part would take one by one.
+void Policy::Begin(const Candidate& chosen, const std::map<Tenant*, double>& lone, Micros now, Superkernel* out) {
+  for (const auto& [tenant, us] : lone) out->lone_us += us;
   for (const auto& [tenant, us] : lone) {
-    out->shares.emplace_back(tenant->name, us / lone_sum);
-    Charge(tenant, out->estimate_us * us / lone_sum);
+    out->shares.emplace_back(tenant->name, us / out->lone_us);
+    Charge(tenant, out->estimate_us * us / out->lone_us);
   }
-  out->lone_us = lone_sum;
+  out->best_effort = chosen.best_effort;
+  out->cluster = chosen.cluster;
+  out->gathers = chosen.leader->work->units[chosen.leader->next].company == Company::kGathers;
   Busy(now);
   ++under_way_;
   best_effort_under_way_ += chosen.best_effort;
   if (out->gathers) ++gathering_[chosen.best_effort][chosen.cluster];
+}
+
+// The leader, then all that are ready in its cluster, while there is room.  Best effort joins a latency tenant only
+// within its slack.
+void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
+  *out = {};
+  Entry* leader = chosen.leader;
+  bool shares = leader->work->units[leader->next].company != Company::kNone;
+  size_t most = shares ? static_cast<size_t>(options_.max_pack) : 1;
+  std::vector<Entry*> order = ready_.at(chosen.cluster);
+  Order(&order, leader);
+  std::map<Tenant*, double> lone;
+  Micros least_latest = kNever;  // of the latency tenants in it
+  for (Entry* e : order) {
+    if (out->members.size() == most) break;
+    if (!KeepsCompany(*e, *leader)) continue;
+    if (!Pays(e->work->units[e->next], *out)) continue;
+    if (e->best_effort && !chosen.best_effort && Plus(now, out->estimate_us) > least_latest) continue;
+    if (!e->best_effort) least_latest = std::min(least_latest, LatestStart(*e));
+    AddPart(e->work->units[e->next], out);
+    lone[e->tenant] += std::max(Remaining(*e) - e->kind->remaining_us[e->next + 1], 1e-3);
+    Take(e, now, out);
+  }
+  out->steps = out->members.size();
+  Begin(chosen, lone, now, out);
 }
 
 // --- measuring -------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 // Which steps of which requests share the next superkernel: the policy, apart from threads and devices.
 //
 // A request runs a program: units, in order.  Units of one cluster may share a launch.  A superkernel takes the next
-// unit of several requests.  The policy sees time only as a number that its caller gives, so tests run it on a virtual
-// clock.  Not thread-safe: its owner (coalescer.h) holds a lock.
+// unit of several requests, or the whole of several that may be joined into one (merge.h).  The policy sees time only
+// as a number that its caller gives, so tests run it on a virtual clock.  Not thread-safe: its owner (coalescer.h)
+// holds a lock.
 //
 // How it decides.  A unit is due when nothing is to be gained by waiting, or waiting costs too much: its superkernel is
 // full, no company is on its way, the request has used up what it may wait in all, or its slack is gone (slack =
@@ -73,8 +74,10 @@ struct PolicyOptions {
   Micros max_wait = 100;  // what a request may wait for company in all
   int max_pack = 64;      // requests in a superkernel
   int max_instances = 4096;
-  double drift = 2;   // measured over estimated time, against all tenants', above which a tenant is throttled
-  int under_way = 2;  // superkernels of a cluster at a time while more of it gathers
+  double drift = 2;     // measured over estimated time, against all tenants', above which a tenant is throttled
+  int under_way = 2;    // superkernels of a cluster at a time while more of it gathers
+  bool merge = true;    // join requests along their batch
+  int max_merge = 256;  // elements of a joined batch
 };
 
 enum class Outcome : uint8_t { kCompleted, kRejected, kCancelled, kFailed };
@@ -93,7 +96,13 @@ struct TenantStats {
 struct DeviceStats {
   int64_t superkernels = 0, steps = 0;  // a unit of one request is a step
   double busy_us = 0;                   // wall time with a superkernel under way
+  // requests that ran joined with others, runs that they were joined to, requests that had to run again by themselves
+  int64_t merged_requests = 0, merged_runs = 0, unmerged_requests = 0;
 };
+
+// What became of requests that were to run as one: they do, or the device could not join them this time, or can never
+// join so many, or their run failed.
+enum class Joining : uint8_t { kDone, kNotNow, kNever, kFailed };
 
 // What a lane takes: superkernels led by tenants of one priority, or any.
 enum class LaneKind : uint8_t { kAny, kLatency, kBestEffort };
@@ -105,6 +114,7 @@ struct Superkernel {
   size_t steps = 0;
   size_t launched = 1;       // superkernels that the device made of it
   bool best_effort = false;  // what the leader's tenant is
+  bool joined = false;       // its members run as one, from their first unit to the last
   double estimate_us = 0;
   double lone_us = 0;  // what its steps would take one by one
   bool known = true;   // the estimate comes from measurements
@@ -133,7 +143,8 @@ class Policy {
 
   // Takes a request in.  `deadline` is kNever where the caller has none: then the tenant's SLO counts.  kFull: nothing
   // was taken, come again when a request has gone.
-  Verdict Admit(uint64_t id, const std::string& tenant, std::shared_ptr<const Work> work, Micros deadline, Micros now);
+  Verdict Admit(uint64_t id, const std::string& tenant, std::shared_ptr<const Work> work, Micros deadline, Micros now,
+                const MergeKey& merge = {});
 
   // The superkernel to start now on a lane; its members are under way until Advance or Remove.  False when there is
   // none: then *wake is when to ask again, if nothing happens before (kNever: not before something happens).
@@ -144,6 +155,12 @@ class Policy {
 
   // `count` units of a member were run, or will be before what it issues next.  False when none is left.
   bool Advance(uint64_t id, size_t count, Micros now);
+
+  // A member of a joined superkernel has not run: it begins again, without being joined.
+  void Restart(uint64_t id, Micros now);
+
+  // What became of a joined superkernel.
+  void Joined(const Superkernel& superkernel, Joining how);
 
   // Schedules no more of a request, which stays held until Remove.
   void Retire(uint64_t id);
@@ -187,6 +204,7 @@ class Policy {
     Tenant* tenant;
     std::shared_ptr<const Work> work;
     Kind* kind;
+    MergeKey merge;
     Micros arrival, deadline;
     bool best_effort = false;
     size_t next = 0;  // unit
@@ -203,6 +221,11 @@ class Policy {
     int held = 0;
     Micros last_arrival = 0;
     double gap = 0;  // between arrivals, followed
+  };
+  // What joining requests of one shape has come to.
+  struct JoinRecord {
+    int64_t refused_rows = INT64_MAX;  // so many or more cannot be joined
+    int skip = 0, penalty = 0;         // how often it is not tried now, and will not be when it fails again
   };
   struct Candidate {
     uint64_t cluster = 0;
@@ -225,6 +248,14 @@ class Policy {
   Micros DueAt(const Entry& e, bool full) const;
   bool Better(const Candidate& a, const Candidate& b) const;
   void Fill(const Candidate& chosen, Micros now, Superkernel* out);
+  void Order(std::vector<Entry*>* entries, const Entry* leader) const;
+  static bool KeepsCompany(const Entry& e, const Entry& leader);
+  void Take(Entry* e, Micros now, Superkernel* out);
+  void Begin(const Candidate& chosen, const std::map<Tenant*, double>& lone, Micros now, Superkernel* out);
+  bool FillJoined(const Candidate& chosen, Micros now, Superkernel* out);
+  std::vector<Entry*> Joinable(const Candidate& chosen, Micros now);
+  double JoinedUs(const Entry& e, int64_t rows) const;
+  bool JoiningPays(const std::vector<Entry*>& entries, int64_t rows);
   void AddPart(const Unit& unit, Superkernel* out) const;
   bool Pays(const Unit& unit, const Superkernel& superkernel);
   bool MayStart(const Entry& e) const;
@@ -240,6 +271,8 @@ class Policy {
   std::unordered_map<uint64_t, Entry> entries_;
   std::unordered_map<uint64_t, std::vector<Entry*>> ready_;  // by cluster
   std::unordered_map<uint64_t, Kind> kinds_;
+  std::unordered_map<uint64_t, JoinRecord> joins_;  // by shape
+  int64_t join_decisions_ = 0;
   size_t held_latency_ = 0, ready_latency_ = 0;  // requests of latency tenants
   double ratio_ = 1;                             // measured over estimated time of all superkernels, followed
   int under_way_ = 0;                            // superkernels

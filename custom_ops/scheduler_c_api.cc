@@ -67,7 +67,10 @@ std::string ReadSettings(const char* json, CoalescingOptions* out, std::string* 
                       {"drift", {1, Into(&policy.drift)}},
                       {"under_way", {1, Into(&policy.under_way)}},
                       {"workers", {0, Into(&out->workers), kMostThreads}},
-                      {"lanes", {1, Into(&out->lanes), kMostThreads}}},
+                      {"lanes", {1, Into(&out->lanes), kMostThreads}},
+                      {"merge", {0, [&policy](double on) { policy.merge = on != 0; }, 1}},
+                      {"max_merge", {1, Into(&policy.max_merge)}},
+                      {"merge_mb", {0, Into(&out->merge_bytes, 1 << 20), 1e6}}},
                      {{"estimates", [estimates](const std::string& s) { return *estimates = s, true; }}});
 }
 
@@ -145,6 +148,9 @@ std::string Json(const Coalescer::Stats& s) {
   auto superkernels = static_cast<double>(s.counts.superkernels), steps = static_cast<double>(s.counts.steps);
   return "{\"name\": " + QuotedJson(s.device) + ", \"superkernels\": " + Number(superkernels) +
          ", \"steps\": " + Number(steps) + ", \"coalescing_factor\": " + per(steps, superkernels) +
+         ", \"merged_requests\": " + std::to_string(s.counts.merged_requests) +
+         ", \"merged_runs\": " + std::to_string(s.counts.merged_runs) +
+         ", \"unmerged_requests\": " + std::to_string(s.counts.unmerged_requests) +
          ", \"busy_us\": " + Number(s.counts.busy_us) +
          ", \"busy_share\": " + per(s.counts.busy_us, static_cast<double>(s.uptime)) +
          ", \"held\": " + std::to_string(s.held) + ", \"backlog_us\": " + Number(s.backlog_us) + "}";

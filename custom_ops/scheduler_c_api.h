@@ -23,6 +23,11 @@ extern "C" {
 //   max_instances   requests held at most, per device; the threads that bring more wait (4096)
 //   workers         superkernels under way at a time on the CPU (number of cores, at most 4; 256 at most)
 //   lanes           streams that superkernels of different clusters run on side by side on a GPU (4; 256 at most)
+//   merge           1: requests of one program that share its weights run as one, joined along their batch, where that
+//   is
+//                   proven to give their own answers (up to rounding) and measured to be no slower; 0: never (1)
+//   max_merge       elements of a joined batch at most (256)
+//   merge_mb        megabytes that joined runs may take at a time, per device (256)
 //   drift           measured over estimated time above which a tenant is throttled, relative to all others (2)
 // and the string
 //   estimates       file that measured times are kept in (the performance library); read now, written when the
@@ -56,12 +61,13 @@ int tfs_scheduler_remove_tenant(const char* name);
 //        "requests": N, "completed": N, "rejected": N, "cancelled": N, "failed": N, "missed_deadline": N,
 //        "in_flight": N, "queued": N, "device_us": X, "drift": X,
 //        "latency_ms": {"bounds": [0.1, ...], "counts": [one more than bounds], "sum": X, "count": N}}},
-//    "devices": [{"name": "CPU", "superkernels": N, "steps": N, "coalescing_factor": X, "busy_us": X, "busy_share": X,
-//        "held": N, "backlog_us": X}]}
+//    "devices": [{"name": "CPU", "superkernels": N, "steps": N, "coalescing_factor": X, "merged_requests": N,
+//        "merged_runs": N, "unmerged_requests": N, "busy_us": X, "busy_share": X, "held": N, "backlog_us": X}]}
 //
 // `requests` counts arrivals: completed + rejected + cancelled + failed + those still held.  `steps` counts the steps
-// of requests that the superkernels held, coalescing_factor is steps over superkernels, busy_share the share of the
-// time since enable() that the device had work.  A tenant's figures add up over devices.
+// of requests that the superkernels held, coalescing_factor is steps over superkernels.  `merged_requests` ran as
+// `merged_runs` joined ones; `unmerged_requests` were to, but had to run again by themselves.  busy_share is the share
+// of the time since enable() that the device had work.  A tenant's figures add up over devices.
 int64_t tfs_scheduler_stats_json(char* buffer, int64_t size);
 
 // Waits until no request is held; 0 then, 1 when `timeout_ms` (negative: no limit) passed before.

@@ -111,7 +111,7 @@ class StitchedProgramOp : public AsyncOpKernel {
 
   // Hands a run to the scheduler; false, with `done` kept, when it is to run here.
   bool Coalesce(OpKernelContext* ctx, const std::shared_ptr<const Plan>& plan, DoneCallback* done) {
-    auto make = [](const CoalescingOptions& options) { return MakeHostDevice(options.workers); };
+    auto make = [](const CoalescingOptions& options) { return MakeHostDevice(options.workers, options.merge_bytes); };
     std::shared_ptr<Coalescer> coalescer = CoalescerOf(nullptr, make);
     if (!coalescer) return false;
     std::call_once(plan->work_once, [&] { plan->work = std::make_unique<HostWork>(node_.program(), *code_, *plan); });
@@ -128,6 +128,8 @@ class StitchedProgramOp : public AsyncOpKernel {
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
     held->threads = workers->num_threads;
     held->parallel_for = ParallelForOf(workers);
+    held->merge = work->mergeable.KeyOf(this, held->memory);
+    held->joined_plan = [this](const Signature& s) { return joined_plans_.Get(node_.program(), s); };
     return held->call()->Submit(node_.program().name, coalescer, held, /*may_run=*/false, done) ==
            Coalescer::Taken::kHeld;
   }
@@ -165,7 +167,7 @@ class StitchedProgramOp : public AsyncOpKernel {
 
   StitchedNode node_;
   std::unique_ptr<HostCode> code_;
-  PlanCache plans_;
+  PlanCache plans_, joined_plans_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("StitchedProgram").Device(tensorflow::DEVICE_CPU), StitchedProgramOp);

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from . import codegen, grids, plans
 from .codegen.grid import GridKernel
-from .codegen.kernel import INDEX_LIMIT, WITH_MANY, Kernel
+from .codegen.kernel import INDEX_LIMIT, WITH_COPIES, WITH_MANY, Kernel
 from .codegen.siblings import share_texts
 from .codegen.unit import SEPARATOR
 from .fusion.call import LibraryCall
@@ -102,7 +102,8 @@ def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel | GridKe
     program = replace(assembler.program(kernels), batch=find_batch(graph))
     grid_kernels: list[GridKernel] = []
     if target.superkernels and program.text:
-        program = replace(program, text=WITH_MANY + program.text)
+        copies = SEPARATOR + WITH_COPIES if batch and not target.is_host else ""
+        program = replace(program, text=WITH_MANY + program.text + copies)
     elif target.grids:  # what superkernels pack are single steps
         (plan,) = variants.plans
         small = grids.small_steps(plan.graph, plan.planned, target)

@@ -22,6 +22,7 @@ namespace {
 using namespace tf_stitch;
 
 std::atomic<int> g_checks{0};
+int64_t g_merged = 0, g_unmerged = 0;  // runs that requests were joined to; requests that had to run again
 #define CHECK(what)                                                                        \
   do {                                                                                     \
     ++g_checks;                                                                            \
@@ -361,12 +362,141 @@ void EstimatesFollowAndAreKept() {
   }
 }
 
+// --- joined along their batch ------------------------------------------------------------------------------
+
+// A request of `rows` rows that may be joined with those of equal keys.
+bool Add(Clock* c, uint64_t id, int64_t rows, uint64_t key = 9, Micros deadline = kNever, double us = 100) {
+  uint64_t cluster = 100 + static_cast<uint64_t>(rows);
+  MergeKey merge{key, 77, rows};
+  return c->policy.Admit(id, "t", WorkOf({cluster, cluster + 1000}, us), deadline, c->now, merge).kind ==
+         Policy::Verdict::kHeld;
+}
+
+// All that is joined is done.
+void RunJoined(Clock* c, double us) {
+  c->now += static_cast<Micros>(us);
+  c->policy.Joined(c->last, Joining::kDone);
+  c->policy.Finished(c->last, us, c->now);
+  for (uint64_t id : c->last.members) {
+    CHECK(!c->policy.Advance(id, 2, c->now));
+    c->policy.Remove(id, Outcome::kCompleted, c->now);
+  }
+}
+
+PolicyOptions Impatient() {
+  PolicyOptions options;
+  options.max_wait = 0;
+  return options;
+}
+
+void RequestsOfOneKeyAreJoinedWhateverTheirSizes() {
+  Clock c(Impatient());
+  CHECK(Add(&c, 1, 1) && Add(&c, 2, 3) && Add(&c, 3, 1) && Add(&c, 4, 1, 8) && Add(&c, 5, 0));
+  CHECK(c.Next().size() == 4 && c.last.joined && c.last.steps == 8 && c.last.parts[0].count == 5);
+  Superkernel joined = c.last;
+  CHECK(c.Next() == Ids{4} && !c.last.joined);  // of another key, alone
+  c.last = joined;
+  RunJoined(&c, 100);
+  CHECK(c.policy.device_stats(c.now).merged_requests == 4 && c.policy.device_stats(c.now).merged_runs == 1);
+  CHECK(c.policy.held() == 1);
+}
+
+void JoinedBatchesAreBounded() {
+  PolicyOptions options = Impatient();
+  options.max_merge = 4;
+  Clock c(options);
+  CHECK(Add(&c, 1, 2) && Add(&c, 2, 3) && Add(&c, 3, 1) && Add(&c, 4, 2) && Add(&c, 5, 9));
+  CHECK((c.Next() == Ids{1, 3}) && c.last.joined);  // 2 + 3 are too many, 2 + 1 + 2 as well
+  CHECK((c.Next() == Ids{2}) && !c.last.joined);
+  CHECK((c.Next() == Ids{4}) && !c.last.joined && (c.Next() == Ids{5}) && !c.last.joined);
+  options.merge = false;
+  Clock off(options);
+  CHECK(Add(&off, 1, 2) && Add(&off, 2, 2) && off.Next().size() == 2 && !off.last.joined);
+}
+
+// Joined or packed, whichever was measured to be faster; both are tried first.
+void JoinsWhereMeasuredToPay() {
+  for (double us : {20.0, 2000.0}) {
+    Clock c(Impatient());
+    uint64_t id = 1;
+    int joined = 0;
+    for (int i = 0; i < 200; ++i) {
+      CHECK(Add(&c, id, 1) && Add(&c, id + 1, 1));
+      id += 2;
+      while (c.Next().size() && !c.last.joined) c.Run(100);
+      if (!c.last.joined || c.last.members.empty()) continue;
+      ++joined;
+      RunJoined(&c, us);
+      c.last = {};
+    }
+    CHECK(us < 100 ? joined > 180 : joined < 20);
+    CHECK(joined >= 3 && joined < 198);  // the other way is tried
+  }
+}
+
+// Nobody is joined that would make another one late.
+void JoiningKeepsDeadlines() {
+  Clock c(Impatient());
+  for (int i = 0; i < 4; ++i) {
+    c.estimates.Measured(77, 1, 50);
+    c.estimates.Measured(77, 8, 400);
+  }
+  CHECK(Add(&c, 1, 1, 9, c.now + 300) && Add(&c, 2, 8) && Add(&c, 3, 1));
+  CHECK((c.Next() == Ids{1, 3}) && c.last.joined);  // 8 rows more take 450 us
+  Clock late(Impatient());
+  for (int i = 0; i < 4; ++i) late.estimates.Measured(77, 1, 50);
+  CHECK(Add(&late, 1, 1, 9, late.now + 250) && Add(&late, 2, 1));
+  late.now += 240;  // it is late whatever is done
+  CHECK(late.Next().size() == 2 && late.last.joined);
+}
+
+// What could not be joined runs by itself; sizes that never can be are not tried again, failures are for a while.
+void WhatCannotBeJoinedRunsApart() {
+  Clock c(Impatient());
+  auto give_back = [&](Joining how) {
+    c.policy.Joined(c.last, how);
+    c.last.parts.clear();
+    c.policy.Finished(c.last, c.last.estimate_us, c.now);
+    for (uint64_t id : c.last.members) c.policy.Restart(id, c.now);
+  };
+  auto apart = [&] {
+    while (c.Next().size()) {
+      CHECK(!c.last.joined);
+      c.Run(10);
+    }
+    CHECK(c.policy.held() == 0);
+  };
+  CHECK(Add(&c, 1, 2) && Add(&c, 2, 2) && c.Next().size() == 2 && c.last.joined);
+  give_back(Joining::kNever);
+  apart();
+  CHECK(Add(&c, 3, 2) && Add(&c, 4, 2) && c.Next().size() == 2 && !c.last.joined);
+  c.Run(10);
+  apart();
+  CHECK(Add(&c, 5, 1) && Add(&c, 6, 1) && c.Next().size() == 2 && c.last.joined);
+  // As after a run whose last unit was issued: it begins at the first one again.
+  for (uint64_t id : c.last.members) CHECK(!c.policy.Advance(id, 2, c.now));
+  for (uint64_t id : c.last.members) c.policy.Retire(id);
+  give_back(Joining::kFailed);
+  apart();
+  uint64_t id = 7;
+  int tried = 0;
+  for (; tried < 50; ++tried) {
+    CHECK(Add(&c, id, 1) && Add(&c, id + 1, 1) && c.Next().size() == 2);
+    id += 2;
+    if (c.last.joined) break;
+    c.Run(10);
+    apart();
+  }
+  CHECK(tried > 4 && tried < 50);
+  CHECK(c.policy.device_stats(c.now).unmerged_requests == 4);
+}
+
 // --- threads ------------------------------------------------------------------------------------------------
 
 // A request whose units must run one after the other, each once.
 class Counting : public Request {
  public:
-  enum class Fate { kRuns, kFails, kIsCancelled };
+  enum class Fate { kRuns, kFails, kIsCancelled, kFailsJoined };  // the last: runs, but makes joined runs fail
 
   void Done(Outcome outcome, const std::string& why) override {
     CHECK(done.fetch_add(1) == 0 && on_device == 0);
@@ -412,7 +542,49 @@ class CountingDevice : public Device {
   }
   size_t most() const { return most_; }
 
+  std::unique_ptr<Ticket> IssueJoined(size_t lane, const std::vector<Request*>& requests, Joining* how) override {
+    std::minstd_rand rng(static_cast<uint32_t>(seed_ + 7 * lane + requests.size()));
+    uint32_t fate = rng() % 8;
+    *how = fate == 0 ? Joining::kNotNow : Joining::kDone;
+    bool fails = false;
+    int64_t rows = 0;
+    for (Request* request : requests) {
+      auto* r = static_cast<Counting*>(request);
+      CHECK(r->done == 0 && r->next == 0 && r->on_device == 0 && r->merge.key == requests[0]->merge.key);
+      fails |= r->fate == Counting::Fate::kFailsJoined;
+      rows += r->merge.rows;
+    }
+    CHECK(requests.size() > 1 && rows <= 12);
+    if (rows > 10) *how = Joining::kNever;
+    if (fails && !enqueues_ && *how == Joining::kDone) *how = Joining::kFailed;
+    if (*how != Joining::kDone) return nullptr;
+    if (enqueues_) return std::make_unique<LaterJoined>(requests, fails);
+    for (Request* request : requests) {
+      auto* r = static_cast<Counting*>(request);
+      r->next = r->work->units.size();
+    }
+    return nullptr;
+  }
+
  private:
+  struct LaterJoined : Ticket {
+    LaterJoined(const std::vector<Request*>& requests, bool f) : fails(f) {
+      for (Request* request : requests) on.push_back(static_cast<Counting*>(request));
+      for (Counting* r : on) ++r->on_device;
+    }
+    double Wait(std::string* error) override {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      if (fails) *error = "a joined run fails";
+      for (Counting* r : on) {
+        if (!fails) r->next = r->work->units.size();
+        --r->on_device;
+      }
+      return 50;
+    }
+    std::vector<Counting*> on;
+    const bool fails;
+  };
+
   struct Later : Ticket {
     explicit Later(std::vector<Counting*> requests) : on(std::move(requests)) {}
     double Wait(std::string*) override {
@@ -456,6 +628,7 @@ void NothingIsLostOrDoubled(bool enqueues, int lanes, uint64_t seed) {
   Coalescer::Options options;
   options.policy.max_instances = 24;
   options.policy.max_pack = 8;
+  options.policy.max_merge = 12;
   auto owned = std::make_unique<CountingDevice>(lanes, enqueues, seed);
   CountingDevice* device = owned.get();
   Coalescer coalescer(options, std::move(owned), "");
@@ -474,14 +647,19 @@ void NothingIsLostOrDoubled(bool enqueues, int lanes, uint64_t seed) {
       for (int i = 0; i < kEach; ++i) {
         auto r = std::make_shared<Counting>();
         r->tenant = "t" + std::to_string(rng() % 3);
-        r->work = works[rng() % works.size()];
+        size_t kind = rng() % works.size();
+        r->work = works[kind];
+        if (kind == 1) r->merge = {5, 50, static_cast<int64_t>(rng() % 4)};
         uint32_t fate = rng() % 6;
         if (fate == 0) {
           r->fate = Counting::Fate::kFails;
           r->fails_at = rng() % r->work->units.size();
         } else if (fate == 1) {
           r->fate = Counting::Fate::kIsCancelled;
+        } else if (fate == 2 && rng() % 3 == 0) {
+          r->fate = Counting::Fate::kFailsJoined;
         }
+        if (r->fate == Counting::Fate::kFails) r->merge = {};
         bool early = rng() % 5 == 0;
         if (r->fate == Counting::Fate::kIsCancelled && early) coalescer.Cancel(r.get());
         all[t].push_back(r);
@@ -502,7 +680,8 @@ void NothingIsLostOrDoubled(bool enqueues, int lanes, uint64_t seed) {
       ++ends[static_cast<int>(r->ended)];
       bool fails = r->fate == Counting::Fate::kFails;
       if (fails) CHECK(r->ended == Outcome::kFailed && r->said == "unit " + std::to_string(r->fails_at) + " fails");
-      if (r->fate == Counting::Fate::kRuns) CHECK(r->ended == Outcome::kCompleted);
+      bool runs = r->fate == Counting::Fate::kRuns || r->fate == Counting::Fate::kFailsJoined;
+      if (runs) CHECK(r->ended == Outcome::kCompleted);
       if (r->ended == Outcome::kCompleted) CHECK(r->next == r->work->units.size());
     }
   }
@@ -514,6 +693,9 @@ void NothingIsLostOrDoubled(bool enqueues, int lanes, uint64_t seed) {
   }
   CHECK(counted[0] == ends[0] && counted[3] == ends[3] && counted[0] + counted[2] + counted[3] == requests);
   Coalescer::Stats stats = coalescer.stats();
+  g_merged += stats.counts.merged_runs;
+  g_unmerged += stats.counts.unmerged_requests;
+  CHECK(stats.counts.merged_requests >= 2 * stats.counts.merged_runs);
   CHECK(stats.held == 0 && stats.counts.steps >= stats.counts.superkernels && device->most() > 1);
   coalescer.Stop();
   auto late = std::make_shared<Counting>();
@@ -601,6 +783,11 @@ int main(int argc, char** argv) {
   DriftThrottles();
   PacksWhereMeasuredToPay();
   GathersWhileOthersAreUnderWay();
+  RequestsOfOneKeyAreJoinedWhateverTheirSizes();
+  JoinedBatchesAreBounded();
+  JoinsWhereMeasuredToPay();
+  JoiningKeepsDeadlines();
+  WhatCannotBeJoinedRunsApart();
   EstimatesFollowAndAreKept();
   for (bool enqueues : {false, true}) {
     for (int lanes : {1, 3}) NothingIsLostOrDoubled(enqueues, lanes, seed);
@@ -608,5 +795,6 @@ int main(int argc, char** argv) {
     OthersGoOnAfterARequestAlone(enqueues, /*max_in_flight=*/1, /*max_instances=*/8);
     OthersGoOnAfterARequestAlone(enqueues, /*max_in_flight=*/8, /*max_instances=*/1);
   }
+  CHECK(g_merged > 10 && g_unmerged > 2);
   printf("%d checks\n", g_checks.load());
 }

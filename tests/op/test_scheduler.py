@@ -18,9 +18,9 @@ from tf_stitch.program import serialize
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SANITIZERS = ("address,undefined", "thread")
-POLICY = ("coalescer", "scheduler", "estimates", "flat_json")
+POLICY = ("coalescer", "scheduler", "merge_policy", "estimates", "flat_json")
 CUDA = (*POLICY, "autotune", "program", "plan", "cuda_code", "library_cuda", "runtime_cuda", "cuda_grid", "grid_table",
-        "superkernel_cuda", "coalesce_pack", "coalesce_cuda")
+        "superkernel_cuda", "coalesce_pack", "coalesce_cuda", "merge")
 
 
 Build = Callable[[str, tuple[str, ...], str | None], Path]

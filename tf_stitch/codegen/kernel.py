@@ -8,6 +8,7 @@ from ..ir.graph import Node
 
 # Begins a text whose kernels also have a form that takes many problems (codegen/include/ts_cuda.h).
 WITH_MANY = "#undef TS_MANY_\n#define TS_MANY_(name) TS_MANY_FORM_(name)\n"
+WITH_COPIES = "TS_COPY_PIECES\n"  # what joins requests on a GPU (codegen/include/ts_join.h)
 INDEX_LIMIT = (1 << 31) - (1 << 20)  # elements that 32-bit indices reach, rounding up to whole blocks included
 
 

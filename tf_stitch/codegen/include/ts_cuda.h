@@ -7,6 +7,7 @@
 
 #include "ts_math.h"
 #include "ts_grid.h"
+#include "ts_join.h"
 
 // Where this thread keeps operands that do not change from phase to phase (TS_READ_KEPT), 16 bytes at a time.
 struct ts_keeper {
