@@ -59,7 +59,8 @@ double CostUs(const Program& program, const Plan& plan, size_t step) {
 
 }  // namespace
 
-CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready) {
+CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready)
+    : mergeable(program, plan, ready.tf32() ? "cuda tf32" : "cuda") {
   std::vector<std::string> texts;
   std::string all;
   size_t packed = 0;
@@ -96,17 +97,20 @@ CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& rea
 
 // --- the device ------------------------------------------------------------------------------------------
 
-CudaDevice::CudaDevice(const cuda::Driver& driver, cuda::Context context)
-    : driver_(driver), context_(context), events_(std::make_shared<cuda::EventPool>(driver, context)) {
+CudaDevice::CudaDevice(const cuda::Driver& driver, cuda::Context context, int64_t merge_bytes)
+    : driver_(driver),
+      context_(context),
+      events_(std::make_shared<cuda::EventPool>(driver, context)),
+      merge_memory_(driver, merge_bytes) {
   cuda::Device device = 0;
   driver.CtxGetDevice(&device);
   name_ = "GPU:" + std::to_string(device);
 }
 
 std::unique_ptr<CudaDevice> CudaDevice::Make(const cuda::Driver& driver, cuda::Context context, int lanes,
-                                             std::string* error) {
+                                             int64_t merge_bytes, std::string* error) {
   cuda::ScopedContext scope(driver, context);
-  std::unique_ptr<CudaDevice> device(new CudaDevice(driver, context));
+  std::unique_ptr<CudaDevice> device(new CudaDevice(driver, context, merge_bytes));
   int least = 0, greatest = 0;
   driver.CtxGetStreamPriorityRange(&least, &greatest);
   for (int i = 0; i < lanes && error->empty(); ++i) {
@@ -121,6 +125,7 @@ CudaDevice::~CudaDevice() {
   cuda::ScopedContext scope(driver_, context_);
   lanes_.clear();
   tables_.clear();
+  merge_memory_.Clear();
 }
 
 std::vector<LaneKind> CudaDevice::lanes() const {
@@ -149,7 +154,7 @@ struct CudaDevice::UnderWay : Device::Ticket {
     cuda::Result result = WaitForEnd();
     float ms = 0;
     if (!result) result = device->driver_.EventElapsedTime(&ms, begin.get(), end.get());
-    if (result) *error = cuda::Failed(device->driver_, result, "running a superkernel");
+    *error = result ? cuda::Failed(device->driver_, result, "running a superkernel") : not_enqueued;
     return static_cast<double>(ms) * 1000;
   }
 
@@ -173,7 +178,8 @@ struct CudaDevice::UnderWay : Device::Ticket {
   CudaDevice* const device;
   std::shared_ptr<cuda::EventTag> begin, end;
   std::shared_ptr<cuda::HostTable> table;
-  std::vector<std::shared_ptr<const Plan>> plans;  // their graphs and modules
+  Held held;                 // plans, with their graphs and modules
+  std::string not_enqueued;  // why
 };
 
 std::shared_ptr<cuda::HostTable> CudaDevice::Table(size_t bytes) {
@@ -207,30 +213,43 @@ std::unique_ptr<Device::Ticket> CudaDevice::RanAlone(const CudaRequest& request,
   return under_way->end ? std::move(under_way) : nullptr;
 }
 
+std::unique_ptr<Device::Ticket> CudaDevice::Between(size_t index, const std::vector<Request*>& requests, Held held,
+                                                    const std::function<std::string(UnderWay*)>& enqueue,
+                                                    std::string* error) {
+  cuda::Stream stream = lanes_[index].streams->main();
+  auto under_way = std::make_unique<UnderWay>(this);
+  under_way->held = std::move(held);
+  for (Request* r : requests) {
+    auto* request = static_cast<CudaRequest*>(r);
+    under_way->held.push_back(request->plan);
+    if (error->empty()) *error = WaitFor(stream, index, *request);
+  }
+  under_way->begin = events_->Record(stream);
+  if (error->empty() && !under_way->begin) *error = "an event cannot be recorded";
+  if (error->empty()) *error = enqueue(under_way.get());
+  under_way->end = events_->Record(stream);
+  if (error->empty() && !under_way->end) *error = "an event cannot be recorded";
+  under_way->not_enqueued = *error;
+  for (Request* r : requests) {
+    auto* request = static_cast<CudaRequest*>(r);
+    request->last_ = under_way->end;
+    request->last_lane_ = index;
+  }
+  return under_way;
+}
+
 std::unique_ptr<Device::Ticket> CudaDevice::Issue(size_t index, std::vector<Member>* members) {
   cuda::ScopedContext scope(driver_, context_);
   cuda::NoTuning no_tuning(true);  // others wait for this lane
-  Lane& lane = lanes_[index];
-  cuda::Stream stream = lane.streams->main();
-  auto under_way = std::make_unique<UnderWay>(this);
+  std::vector<Request*> requests;
+  for (Member& m : *members) requests.push_back(m.request);
+  auto enqueue = [&](UnderWay* under_way) { return Enqueue(&lanes_[index], members, under_way); };
   std::string error;
+  std::unique_ptr<Ticket> ticket = Between(index, requests, {}, enqueue, &error);
   for (Member& m : *members) {
-    auto* request = static_cast<CudaRequest*>(m.request);
-    under_way->plans.push_back(request->plan);
-    if (error.empty()) error = WaitFor(stream, index, *request);
-  }
-  under_way->begin = events_->Record(stream);
-  if (error.empty() && !under_way->begin) error = "an event cannot be recorded";
-  if (error.empty()) error = Enqueue(&lane, members, under_way.get());
-  under_way->end = events_->Record(stream);
-  if (error.empty() && !under_way->end) error = "an event cannot be recorded";
-  for (Member& m : *members) {
-    auto* request = static_cast<CudaRequest*>(m.request);
-    request->last_ = under_way->end;
-    request->last_lane_ = index;
     if (!error.empty()) m.failed = true, m.error = error;
   }
-  return under_way;
+  return ticket;
 }
 
 std::string CudaDevice::Enqueue(Lane* lane, std::vector<Member>* members, UnderWay* under_way) {

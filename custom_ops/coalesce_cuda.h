@@ -2,12 +2,16 @@
 #ifndef TF_STITCH_CUSTOM_OPS_COALESCE_CUDA_H_
 #define TF_STITCH_CUSTOM_OPS_COALESCE_CUDA_H_
 
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "coalesce_pack.h"
 #include "coalescer.h"
+#include "merge.h"
+#include "merge_cuda.h"
 #include "plan.h"
 #include "program.h"
 #include "runtime_cuda.h"
@@ -30,6 +34,7 @@ struct CudaWork : PlanExtra {
   std::vector<size_t> begin;  // by unit: its first launch; then the number of launches
   std::vector<PackedLaunch> launches;
   bool worth_packing = false;
+  Mergeable mergeable;
 };
 
 // A run of a program on a GPU.  What it points to must live until Done.
@@ -41,6 +46,7 @@ class CudaRequest : public Request {
   const CudaWork* cuda_work = nullptr;
   void* const* memory = nullptr;  // device address of every buffer of the program
   void* workspace = nullptr;
+  PlanFor joined_plan;                     // its `extra` is a CudaPlan; called with the context current
   bool graphs = true;                      // it may run as a CUDA graph
   std::shared_ptr<cuda::EventTag> inputs;  // its memory may be used once this has happened
 
@@ -53,15 +59,17 @@ class CudaRequest : public Request {
 // Runs CudaRequests of one context.
 class CudaDevice : public Device {
  public:
-  // Null with the reason in `error`.  Of several lanes the last one is for best effort.
+  // Null with the reason in `error`.  Of several lanes the last one is for best effort.  Joined runs take no more than
+  // `merge_bytes` of memory together.
   static std::unique_ptr<CudaDevice> Make(const cuda::Driver& driver, cuda::Context context, int lanes,
-                                          std::string* error);
+                                          int64_t merge_bytes, std::string* error);
   ~CudaDevice() override;
 
   const std::string& name() const override { return name_; }
   std::vector<LaneKind> lanes() const override;
   bool enqueues() const override { return true; }
   std::unique_ptr<Ticket> Issue(size_t lane, std::vector<Member>* members) override;
+  std::unique_ptr<Ticket> IssueJoined(size_t lane, const std::vector<Request*>& requests, Joining* how) override;
 
   // An event on a stream of the context's; null when the driver fails.
   std::shared_ptr<cuda::EventTag> Record(cuda::Stream stream);
@@ -77,7 +85,12 @@ class CudaDevice : public Device {
     PackCache packs;
   };
 
-  CudaDevice(const cuda::Driver& driver, cuda::Context context);
+  using Held = std::vector<std::shared_ptr<const void>>;
+
+  CudaDevice(const cuda::Driver& driver, cuda::Context context, int64_t merge_bytes);
+  // What `enqueue` enqueues, once the requests' inputs are there; a ticket holds `held` until it has run.
+  std::unique_ptr<Ticket> Between(size_t lane, const std::vector<Request*>& requests, Held held,
+                                  const std::function<std::string(UnderWay*)>& enqueue, std::string* error);
   std::string WaitFor(cuda::Stream stream, size_t lane, const CudaRequest& request);
   std::string Enqueue(Lane* lane, std::vector<Member>* members, UnderWay* under_way);
   static std::string EnqueueWhole(Lane* lane, Member* member);
@@ -93,6 +106,7 @@ class CudaDevice : public Device {
   std::vector<Lane> lanes_;
   std::mutex mu_;
   std::vector<std::shared_ptr<cuda::HostTable>> tables_;
+  MergeMemory merge_memory_;
 };
 
 }  // namespace tf_stitch

@@ -141,6 +141,7 @@ std::shared_ptr<CudaCode> CudaCode::Load(const Program& program, cuda::Context c
     if (kernel.many)
       kernel.max_shared_bytes = std::min(kernel.max_shared_bytes, AllowSharedMemory(*driver, kernel.many));
   }
+  if (driver->ModuleGetFunction(&out->copy_pieces_, module->handle, "ts_copy_pieces")) out->copy_pieces_ = nullptr;
   out->grids_.resize(program.grids.size());
   for (size_t i = 0; i < program.grids.size(); ++i) {
     if (!find(program.grids[i].kernel, &out->grids_[i])) return nullptr;

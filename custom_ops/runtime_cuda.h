@@ -35,6 +35,9 @@ class CudaCode {
   cuda::Function many(size_t step) const { return kernels_[step].many; }  // null: built without TS_MANY
   int64_t max_shared_bytes(size_t step) const { return kernels_[step].max_shared_bytes; }
   cuda::Function grid_kernel(size_t grid) const { return grids_[grid].function; }
+  cuda::Function copy_pieces() const {
+    return copy_pieces_;
+  }  // what joins requests (merge_cuda.h); null: built without
   int64_t max_shared_bytes_of_grid(size_t grid) const { return grids_[grid].max_shared_bytes; }
 
   // Records what `enqueue(stream)` enqueues as a graph, which the caller destroys.  "" or the error.
@@ -53,6 +56,7 @@ class CudaCode {
   std::shared_ptr<void> module_;
   std::vector<Kernel> kernels_;  // by step; null for steps that are not kernels
   std::vector<Kernel> grids_;    // by grid
+  cuda::Function copy_pieces_ = nullptr;
   std::mutex mu_;
   cuda::Stream capturing_ = nullptr;  // made on first use
 };

@@ -294,9 +294,9 @@ bool Policy::MayStart(const Entry& e) const {
 // kind is overdue.
 Micros Policy::DueAt(const Entry& e, bool full) const {
   if (full) return e.ready_since;
-  const Unit& unit = e.work->units[e.next];
-  if (unit.company == Company::kNone) return e.ready_since;
-  if (unit.company == Company::kGathers) return MayStart(e) ? e.ready_since : LatestStart(e);
+  Company company = CompanyOf(e);
+  if (company == Company::kNone) return e.ready_since;
+  if (company == Company::kGathers) return MayStart(e) ? e.ready_since : LatestStart(e);
   Micros until = std::min(e.ready_since + std::max<Micros>(options_.max_wait - e.waited, 0), LatestStart(e));
   if (CompanyIsBehind(e)) return until;
   bool usual = e.next == 0 && e.kind->gap < static_cast<double>(options_.max_wait);
@@ -394,7 +394,7 @@ void Policy::Begin(const Candidate& chosen, const std::map<Tenant*, double>& lon
   }
   out->best_effort = chosen.best_effort;
   out->cluster = chosen.cluster;
-  out->gathers = chosen.leader->work->units[chosen.leader->next].company == Company::kGathers;
+  out->gathers = CompanyOf(*chosen.leader) == Company::kGathers;
   Busy(now);
   ++under_way_;
   best_effort_under_way_ += chosen.best_effort;

@@ -226,6 +226,7 @@ class Policy {
   struct JoinRecord {
     int64_t refused_rows = INT64_MAX;  // so many or more cannot be joined
     int skip = 0, penalty = 0;         // how often it is not tried now, and will not be when it fails again
+    bool pays = true;                  // when last asked
   };
   struct Candidate {
     uint64_t cluster = 0;
@@ -259,6 +260,7 @@ class Policy {
   void AddPart(const Unit& unit, Superkernel* out) const;
   bool Pays(const Unit& unit, const Superkernel& superkernel);
   bool MayStart(const Entry& e) const;
+  Company CompanyOf(const Entry& e) const;
   void Charge(Tenant* tenant, double us);
   void Drift(Tenant* tenant, double ratio);
   void PromoteQueued(Tenant* tenant, Micros now);

@@ -20,6 +20,7 @@
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/lib/core/threadpool.h"
 #include "tensorflow/core/profiler/lib/traceme.h"
+#include "tensorflow/core/util/determinism.h"
 
 #ifndef TF_STITCH_TF_VERSION  // setup.py gives it
 #define TF_STITCH_TF_VERSION "unknown"
@@ -128,7 +129,7 @@ class StitchedProgramOp : public AsyncOpKernel {
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
     held->threads = workers->num_threads;
     held->parallel_for = ParallelForOf(workers);
-    held->merge = work->mergeable.KeyOf(this, held->memory);
+    if (!tensorflow::OpDeterminismRequired()) held->merge = work->mergeable.KeyOf(this, held->memory);
     held->joined_plan = [this](const Signature& s) { return joined_plans_.Get(node_.program(), s); };
     return held->call()->Submit(node_.program().name, coalescer, held, /*may_run=*/false, done) ==
            Coalescer::Taken::kHeld;

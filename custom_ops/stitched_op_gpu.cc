@@ -196,11 +196,21 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     return Finish(ctx, error);
   }
 
+  // The plan of requests joined; called where the context is current.
+  std::shared_ptr<const Plan> JoinedPlan(const Signature& signature, bool tf32) {
+    std::shared_ptr<const Plan> plan = joined_plans_[tf32].Get(node_.program(), signature);
+    if (!plan->usable) return plan;
+    std::call_once(plan->extra_once, [&] {
+      plan->extra = std::make_unique<CudaPlan>(node_.program(), *plan, code_, tf32, GridsEnabled());
+    });
+    return static_cast<CudaPlan*>(plan->extra.get())->error().empty() ? plan : nullptr;
+  }
+
   // The scheduler of this device; null while coalescing is off.
   std::shared_ptr<Coalescer> CoalescerHere() const {
     return CoalescerOf(code_->context(), [this](const CoalescingOptions& options) -> std::unique_ptr<Device> {
       std::string error;
-      auto device = CudaDevice::Make(code_->driver(), code_->context(), options.lanes, &error);
+      auto device = CudaDevice::Make(code_->driver(), code_->context(), options.lanes, options.merge_bytes, &error);
       if (!device) WarnOnce("tf_stitch: requests are not coalesced on this GPU: " + error + ".");
       return device;
     });
@@ -219,6 +229,8 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     held->cuda_work = work;
     held->work = work->work;
     held->memory = held->place()->memory.addresses.data();
+    if (!tensorflow::OpDeterminismRequired()) held->merge = work->mergeable.KeyOf(this, held->memory);
+    held->joined_plan = [this, tf32 = ready->tf32()](const Signature& s) { return JoinedPlan(s, tf32); };
     held->workspace = workspace;
     held->graphs = GraphsEnabled();
     held->inputs = static_cast<CudaDevice&>(coalescer->device()).Record(stream);
@@ -324,6 +336,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
   std::vector<uint32_t> copied_;     // inputs in host memory that are used on the device too
   bool has_float_products_ = false;  // then TF32 makes other products, and other plans
   PlanCache plans_[2];               // without and with TF32
+  PlanCache joined_plans_[2];        // likewise, of requests joined
 };
 
 REGISTER_KERNEL_BUILDER(Name("StitchedProgram").Device(tensorflow::DEVICE_GPU), StitchedProgramGpuOp);

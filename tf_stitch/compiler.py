@@ -102,7 +102,7 @@ def lay_out(graph: Graph, target: Target) -> tuple[Program, list[Kernel | GridKe
     program = replace(assembler.program(kernels), batch=find_batch(graph))
     grid_kernels: list[GridKernel] = []
     if target.superkernels and program.text:
-        copies = SEPARATOR + WITH_COPIES if batch and not target.is_host else ""
+        copies = SEPARATOR + WITH_COPIES if program.batch and not target.is_host else ""
         program = replace(program, text=WITH_MANY + program.text + copies)
     elif target.grids:  # what superkernels pack are single steps
         (plan,) = variants.plans

@@ -213,7 +213,8 @@ def test_rewritten_models(f, shape):
     wants = [f(tf.constant(c)) for c in cases]
     with coalescing(max_wait_us=2000, workers=1):
         def run(i: int) -> None:
-            np.testing.assert_allclose(session.run(outputs, {feed: cases[i % 4]})[0], wants[i % 4], rtol=1e-4, atol=1e-5)
+            got = session.run(outputs, {feed: cases[i % 4]})[0]
+            np.testing.assert_allclose(got, wants[i % 4], rtol=1e-4, atol=1e-5)
 
         crowd(run, 400)
         assert merged()["merged_requests"] > 20

@@ -130,7 +130,7 @@ def quotient(a: Dim, b: Dim) -> Dim | None:
     return q if rest == 0 else None
 
 
-def _divisors(d: Dim) -> list[Dim]:
+def _divisors(d: Dim) -> Sequence[Dim]:
     """Ways to take factors out of a dim: 1, itself, and for a product of symbols all that divide it."""
     if not isinstance(d, Expr):
         return [k for k in range(1, min(d, 64) + 1) if d % k == 0] + ([d] if d > 64 else [])
@@ -301,7 +301,7 @@ def _dot(proof: _Proof, n: Node, operands: Operands) -> Iterable[Reading]:
     (x, y), batch, contract = operands, n.attrs["batch"], n.attrs["contract"]
     free = [[i for i in range(o.rank) if i not in batch[k] and i not in contract[k]] for k, o in enumerate(n.inputs)]
     if x is not None and y is not None:
-        at = [{(batch[k].index(a), outer, inner) for a, outer, inner in s if a in batch[k]} for k, s in enumerate((x, y))]
+        at = [{(by.index(a), outer, inner) for a, outer, inner in s if a in by} for by, s in zip(batch, (x, y), strict=True)]
         return at[0] & at[1]
     k, first = (0, len(batch[0])) if x is not None else (1, len(batch[0]) + len(free[0]))
     return [(first + free[k].index(a), outer, inner) for a, outer, inner in operands[k] or () if a in free[k]]
