@@ -24,6 +24,14 @@ double Policy::JoinedUs(const Entry& e, int64_t rows) const {
   return estimates_->Of(e.merge.shape, static_cast<int>(std::max<int64_t>(rows, 1)), each);
 }
 
+// Requests that share no launches gather all the same where they may be joined.
+Company Policy::CompanyOf(const Entry& e) const {
+  Company company = e.work->units[e.next].company;
+  if (company != Company::kNone || !options_.merge || e.next > 0 || !e.merge.key) return company;
+  auto found = joins_.find(e.merge.shape);
+  return found == joins_.end() || found->second.pays ? Company::kGathers : company;
+}
+
 // The leader and those that may be joined with it, while there is room.  Nobody is joined that would make a member
 // late which would not be late without it.
 std::vector<Policy::Entry*> Policy::Joinable(const Candidate& chosen, Micros now) {
@@ -70,7 +78,7 @@ bool Policy::JoiningPays(const std::vector<Entry*>& entries, int64_t rows) {
       apart += estimates_->Of(u.shape, members, u.cost_us);
     }
   }
-  bool pays = JoinedUs(leader, rows) <= apart;
+  bool pays = joins_[leader.merge.shape].pays = JoinedUs(leader, rows) <= apart;
   return ++join_decisions_ % kRetry == 0 ? !pays : pays;
 }
 
@@ -89,6 +97,7 @@ bool Policy::FillJoined(const Candidate& chosen, Micros now, Superkernel* out) {
   out->joined = true;
   out->estimate_us = JoinedUs(leader, rows);
   out->known = estimates_->Known(leader.merge.shape);
+  out->launched = leader.work->units.size();
   int count = static_cast<int>(std::max<int64_t>(rows, 1));
   out->parts.push_back({leader.merge.shape, count, out->estimate_us / count});
   std::map<Tenant*, double> lone;
