@@ -67,7 +67,8 @@ class Client {
 
 std::unique_ptr<CudaDevice> MakeDevice() {
   std::string error;
-  std::unique_ptr<CudaDevice> device = CudaDevice::Make(*cuda::LoadDriver(nullptr), nullptr, 4, &error);
+  std::unique_ptr<CudaDevice> device =
+      CudaDevice::Make(*cuda::LoadDriver(nullptr), nullptr, 4, int64_t{64} << 20, &error);
   Must(device != nullptr, error);
   return device;
 }

@@ -12,7 +12,7 @@ namespace {
 void Serve(const std::deque<Model>& models, int lanes, uint64_t seed) {
   const cuda::Driver& driver = *cuda::LoadDriver(nullptr);
   std::string error;
-  std::unique_ptr<CudaDevice> owned = CudaDevice::Make(driver, nullptr, lanes, &error);
+  std::unique_ptr<CudaDevice> owned = CudaDevice::Make(driver, nullptr, lanes, int64_t{64} << 20, &error);
   Must(owned != nullptr, error);
   CudaDevice* device = owned.get();
   Coalescer::Options options;

@@ -158,6 +158,21 @@ def joinable() -> Program:
     return program(buffers, steps, symbols, batch=Batch("n", (0, None, 0), ((0, 1), (0, 1), None, (0, 1))))
 
 
+def joinable_matrices() -> Program:
+    """x, y [n, m], u [k], w [m, n] -> (2x + 1) y [n, m], 2u + 1 [k], 2w + 1 [m, n], all float32.
+
+    Requests of one u may be joined along n, which is not the outermost dim of all.
+    """
+    n, m, k, f = dim("n"), dim("m"), dim("k"), "float32"
+    buffers = [Buffer("input", 0, f, (n, m)), Buffer("input", 1, f, (n, m)), Buffer("input", 2, f, (k,)),
+               Buffer("input", 3, f, (m, n)), Buffer("output", 0, f, (n, m)), Buffer("output", 1, f, (k,)),
+               Buffer("output", 2, f, (m, n)), Buffer("temp", 0, f, (n, m))]
+    steps = [launch("t_axpb", (0, 7), n * m), launch("t_mul", (7, 1, 4), n * m), launch("t_axpb", (2, 5), k),
+             launch("t_axpb", (3, 6), n * m)]
+    symbols = {"n": SymbolSource("dim", 0, 0), "m": SymbolSource("dim", 0, 1), "k": SymbolSource("dim", 2, 0)}
+    return program(buffers, steps, symbols, batch=Batch("n", (0, 0, None, 1), ((0, 1), None, (1, 1))))
+
+
 def columns(guards=()) -> Program:
     """x [m, n] float32 -> 2x + 1, whose requests may be joined along n."""
     n, m = dim("n"), dim("m")

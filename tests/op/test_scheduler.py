@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.random_programs import Drawn
+from tests.op import programs
 from tf_stitch.backend import host
 from tf_stitch.program import serialize
 
@@ -80,6 +81,19 @@ def test_gpu_superkernels(sanitizer, build, tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         launches, packed = map(int, re.findall(r"\d+", done.stdout))
         assert packed > launches / 4
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_joined_requests_on_a_gpu(sanitizer, tmp_path):
+    program = dataclasses.replace(programs.joinable_matrices(), code={"sm_90": b"fake"}, text="")
+    file = tmp_path / "program"
+    file.write_bytes(serialize.dumps(program))
+    binary = build(tmp_path, "tests/op/merge_cuda_requests.cc", CUDA, sanitizer)
+    for seed in ("1", "2"):
+        done = subprocess.run([binary, seed, str(file)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        requests, runs, apart = map(int, re.findall(r"\d+", done.stdout))
+        assert requests > 2 * runs > 8 and apart > 0
 
 
 @pytest.mark.parametrize("sanitizer", [None, *SANITIZERS])

@@ -19,7 +19,8 @@ from tf_stitch.program import serialize
 from tf_stitch.program.program import Buffer, Program
 
 ALL = [programs.axpb, programs.chain, programs.phased, programs.rowsum, programs.gather, programs.reshape,
-       programs.fill, programs.matmul, programs.joinable, programs.columns]
+       programs.fill, programs.matmul, programs.joinable, programs.columns,
+       programs.joinable_matrices]
 
 
 @pytest.mark.parametrize("make", ALL)
