@@ -2,9 +2,9 @@
 
     python -m models.merging [--streams 4,16,64] [--seconds 0.4] [--models mlp,lstm,bert] [--out models/results]
 
-Writes h200_merging.json: rows {model, streams, system, us, merged_share}, where us is wall time over answers (all streams
-together) and merged_share the share of requests that ran joined.  Each stream is a session call that runs the model
-again and again in a loop of the graph, so that Python's cost per call is in none of them.  Systems:
+Writes h200_merging.json: rows {model, streams, system, us, merged_share}, where us is wall time over answers (of all
+streams together) and merged_share the share of requests that ran joined.  Each stream is a session call that runs the
+model again and again in a loop of the graph, so that Python's cost per call is in none of them.  Systems:
 
   merged        the scheduler (custom_ops/scheduler.h) may join requests (custom_ops/merge.h)
   superkernel   the scheduler without that: requests share launches, each with its own matrices

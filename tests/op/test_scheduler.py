@@ -84,11 +84,11 @@ def test_gpu_superkernels(sanitizer, build, tmp_path):
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_joined_requests_on_a_gpu(sanitizer, tmp_path):
+def test_joined_requests_on_a_gpu(sanitizer, build, tmp_path):
     program = dataclasses.replace(programs.joinable_matrices(), code={"sm_90": b"fake"}, text="")
     file = tmp_path / "program"
     file.write_bytes(serialize.dumps(program))
-    binary = build(tmp_path, "tests/op/merge_cuda_requests.cc", CUDA, sanitizer)
+    binary = build("tests/op/merge_cuda_requests.cc", CUDA, sanitizer)
     for seed in ("1", "2"):
         done = subprocess.run([binary, seed, str(file)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -301,8 +301,9 @@ def _dot(proof: _Proof, n: Node, operands: Operands) -> Iterable[Reading]:
     (x, y), batch, contract = operands, n.attrs["batch"], n.attrs["contract"]
     free = [[i for i in range(o.rank) if i not in batch[k] and i not in contract[k]] for k, o in enumerate(n.inputs)]
     if x is not None and y is not None:
-        at = [{(by.index(a), outer, inner) for a, outer, inner in s if a in by} for by, s in zip(batch, (x, y), strict=True)]
-        return at[0] & at[1]
+        here, there = ({(by.index(a), outer, inner) for a, outer, inner in s if a in by}
+                       for by, s in zip(batch, (x, y), strict=True))
+        return here & there
     k, first = (0, len(batch[0])) if x is not None else (1, len(batch[0]) + len(free[0]))
     return [(first + free[k].index(a), outer, inner) for a, outer, inner in operands[k] or () if a in free[k]]
 
