@@ -95,8 +95,11 @@ def test_tally():
 
 def test_what_the_scheduler_says():
     found = {m.name: m.samples for m in _of_scheduler({"devices": [
-        {"name": "GPU:0", "coalescing_factor": 4.5, "busy_share": 0.75, "held": 3}]})}
+        {"name": "GPU:0", "coalescing_factor": 4.5, "busy_share": 0.75, "held": 3, "merged_requests": 12,
+         "merged_runs": 5}]})}
     assert [(s.labels, s.value) for s in found["tf_stitch_coalescing_factor"]] == [({"device": "GPU:0"}, 4.5)]
+    assert [s.value for s in found["tf_stitch_merged_requests"]] == [12]
+    assert [s.value for s in found["tf_stitch_merged_runs"]] == [5]
     assert [s.value for s in found["tf_stitch_gpu_busy_ratio"]] == [0.75]
     assert [s.value for s in found["tf_stitch_scheduler_depth"]] == [3]
     assert list(_of_scheduler({})) == []

@@ -26,6 +26,8 @@ class SessionCollector:
     tf_stitch_coalescing_factor{device}: steps of requests per launch of the scheduler.
     tf_stitch_gpu_busy_ratio{device}: share of the time since coalescing was turned on that the device had work.
     tf_stitch_scheduler_depth{device}: requests that the scheduler holds.
+    tf_stitch_merged_requests_total{device}: requests that ran joined with others along their batch;
+      tf_stitch_merged_runs_total{device}: the runs that they were joined to.
     tf_stitch_device_seconds_total{tenant}: device time of its steps.
     tf_stitch_throttled{tenant}: 1 while it is held back because it drifts.
     """
@@ -71,16 +73,19 @@ def _cumulative(buckets: list[int]) -> list[tuple[str, float]]:
 OF_SCHEDULER = (("coalescing_factor", "tf_stitch_coalescing_factor", "Steps of requests per launch."),
                 ("busy_share", "tf_stitch_gpu_busy_ratio", "Share of the time that the device had work."),
                 ("held", "tf_stitch_scheduler_depth", "Requests that the scheduler holds."))
+COUNTED_BY_SCHEDULER = (("merged_requests", "tf_stitch_merged_requests", "Requests that ran joined with others."),
+                        ("merged_runs", "tf_stitch_merged_runs", "Runs that requests were joined to."))
 
 
 def _of_scheduler(stats: dict[str, Any]) -> Iterator[Any]:
     devices = stats.get("devices", [])
-    for key, name, text in OF_SCHEDULER:
-        family = GaugeMetricFamily(name, text, labels=["device"])
-        for device in devices:
-            family.add_metric([device["name"]], device[key])
-        if devices:
-            yield family
+    for kind, figures in ((GaugeMetricFamily, OF_SCHEDULER), (CounterMetricFamily, COUNTED_BY_SCHEDULER)):
+        for key, name, text in figures:
+            family = kind(name, text, labels=["device"])
+            for device in devices:
+                family.add_metric([device["name"]], device[key])
+            if devices:
+                yield family
 
 
 def _of_tenants(stats: dict[str, Any], names: dict[str, str]) -> Iterator[Any]:
