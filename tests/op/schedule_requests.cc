@@ -581,6 +581,7 @@ class CountingDevice : public Device {
       }
       return 50;
     }
+    bool Ended() override { return false; }
     std::vector<Counting*> on;
     const bool fails;
   };
