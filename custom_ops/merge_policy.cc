@@ -27,7 +27,7 @@ double Policy::JoinedUs(const Entry& e, int64_t rows) const {
 // Requests that share no launches gather all the same where they may be joined.
 Company Policy::CompanyOf(const Entry& e) const {
   Company company = e.work->units[e.next].company;
-  if (company != Company::kNone || !options_.merge || e.next > 0 || !e.merge.key) return company;
+  if (company != Company::kNone || options_.merge == Merge::kNever || e.next > 0 || !e.merge.key) return company;
   auto found = joins_.find(e.merge.shape);
   return found == joins_.end() || found->second.pays ? Company::kGathers : company;
 }
@@ -85,14 +85,15 @@ bool Policy::JoiningPays(const std::vector<Entry*>& entries, int64_t rows) {
 // False when the leader is to go the ordinary way.
 bool Policy::FillJoined(const Candidate& chosen, Micros now, Superkernel* out) {
   const Entry& leader = *chosen.leader;
-  if (!options_.merge || leader.next > 0 || !leader.merge.key) return false;
+  if (options_.merge == Merge::kNever || leader.next > 0 || !leader.merge.key) return false;
   if (joins_.size() > kMostJoins) joins_.clear();
   JoinRecord& record = joins_[leader.merge.shape];
   if (record.skip > 0) return --record.skip, false;
   std::vector<Entry*> members = Joinable(chosen, now);
   int64_t rows = 0;
   for (const Entry* e : members) rows += e->merge.rows;
-  if (members.size() < 2 || !JoiningPays(members, rows)) return false;
+  if (members.size() < 2) return false;
+  if (options_.merge == Merge::kWhereItPays && !JoiningPays(members, rows)) return false;
   *out = {};
   out->joined = true;
   out->estimate_us = JoinedUs(leader, rows);

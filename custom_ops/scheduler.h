@@ -70,14 +70,17 @@ struct TenantOptions {
   int max_in_flight = 0, max_queue = 0;  // 0: no limit
 };
 
+// Whether requests are joined along their batch.
+enum class Merge : uint8_t { kNever, kWhereItPays, kWhereverItCan };
+
 struct PolicyOptions {
   Micros max_wait = 100;  // what a request may wait for company in all
   int max_pack = 64;      // requests in a superkernel
   int max_instances = 4096;
-  double drift = 2;     // measured over estimated time, against all tenants', above which a tenant is throttled
-  int under_way = 2;    // superkernels of a cluster at a time while more of it gathers
-  bool merge = true;    // join requests along their batch
-  int max_merge = 256;  // elements of a joined batch
+  double drift = 2;   // measured over estimated time, against all tenants', above which a tenant is throttled
+  int under_way = 2;  // superkernels of a cluster at a time while more of it gathers
+  Merge merge = Merge::kWhereItPays;  // requests along their batch
+  int max_merge = 256;                // elements of a joined batch
 };
 
 enum class Outcome : uint8_t { kCompleted, kRejected, kCancelled, kFailed };

@@ -68,7 +68,7 @@ std::string ReadSettings(const char* json, CoalescingOptions* out, std::string* 
                       {"under_way", {1, Into(&policy.under_way)}},
                       {"workers", {0, Into(&out->workers), kMostThreads}},
                       {"lanes", {1, Into(&out->lanes), kMostThreads}},
-                      {"merge", {0, [&policy](double on) { policy.merge = on != 0; }, 1}},
+                      {"merge", {0, [&policy](double how) { policy.merge = static_cast<Merge>(how); }, 2}},
                       {"max_merge", {1, Into(&policy.max_merge)}},
                       {"merge_mb", {0, Into(&out->merge_bytes, 1 << 20), 1e6}}},
                      {{"estimates", [estimates](const std::string& s) { return *estimates = s, true; }}});

@@ -7,6 +7,7 @@ streams together) and merged_share the share of requests that ran joined.  Each 
 model again and again in a loop of the graph, so that Python's cost per call is in none of them.  Systems:
 
   merged        the scheduler (custom_ops/scheduler.h) may join requests (custom_ops/merge.h)
+  joined        it joins them wherever it can, though it be slower
   superkernel   the scheduler without that: requests share launches, each with its own matrices
   separate      no scheduler: TensorFlow's stream takes one request after the other
   one_batch     one stream whose requests have as many rows as there are streams: what joining could reach at best
@@ -35,6 +36,8 @@ from tf_stitch.serving import scheduler
 
 RESULTS = Path(__file__).resolve().parent / "results"
 STREAMS = (4, 16, 64)
+MERGE = {"superkernel": 0, "merged": 1, "joined": 2}
+SYSTEMS = (*MERGE, "separate", "one_batch")
 TOLERANCE = 2e-2  # of the largest result: products may be in TF32, whose sums depend on the batch
 
 
@@ -84,8 +87,11 @@ def rows(x):
 # name: function, dims of an input but for the batch, shapes of weights
 MODELS: dict[str, tuple[Callable[..., Any], list[int], list[list[int]]]] = {
     "mlp": (mlp, [1024], [[1024, 1024]] * 4),
+    "mlp_4096": (mlp, [4096], [[4096, 4096]] * 4),
     "lstm": (lstm, [16, 512], [[1024, 2048], [2048]]),
+    "lstm_2048": (lstm, [8, 2048], [[4096, 8192], [8192]]),
     "bert": (bert, [64, 256], [[256, 768], [256, 256], [256, 1024], [1024, 256]] * 2),
+    "bert_768": (bert, [16, 768], [[768, 2304], [768, 768], [768, 3072], [3072, 768]] * 4),
     "rows": (rows, [1024], []),
 }
 
@@ -137,7 +143,7 @@ class Loop:
     @staticmethod
     def width(name: str) -> int:
         _, dims, shapes = MODELS[name]
-        return shapes[0][1] // 4 if name == "lstm" else dims[-1]
+        return shapes[0][1] // 4 if MODELS[name][0] is lstm else dims[-1]
 
     def __call__(self, x: np.ndarray, count: int) -> np.ndarray:
         return self.session.run(self.y, {self.x: x, self.count: count})
@@ -146,10 +152,10 @@ class Loop:
 @contextlib.contextmanager
 def scheduled(system: str) -> Iterator[None]:
     """The scheduler as a system has it."""
-    if system in ("separate", "one_batch"):
+    if system not in MERGE:
         yield
         return
-    scheduler.acquire({"merge": int(system == "merged")})
+    scheduler.acquire({"merge": MERGE[system]})
     try:
         yield
     finally:
@@ -188,7 +194,7 @@ def measure(loop: Loop, xs: Sequence[np.ndarray], wants: Sequence[np.ndarray], s
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)))
-    parser.add_argument("--models", default="mlp,lstm,bert")
+    parser.add_argument("--models", default=",".join(name for name in MODELS if name != "rows"))
     parser.add_argument("--seconds", type=float, default=0.4, help="of one measurement")
     parser.add_argument("--target", default="cuda:sm_90" if tf.config.list_physical_devices("GPU") else "host")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -202,7 +208,7 @@ def main() -> int:
         xs = [rng.standard_normal((1, *MODELS[name][1])).astype(np.float32) for _ in range(64)]
         wants = [loop(x, 1) for x in xs]
         for streams in map(int, args.streams.split(",")):
-            for system in ("merged", "superkernel", "separate", "one_batch"):
+            for system in SYSTEMS:
                 found = measure(loop, xs[:streams], wants[:streams], system, args.seconds)
                 rows.append({"model": name, "streams": streams, "system": system, **found})
                 print(f"{name:6} {streams:3} {system:12} {found['us']:9.2f} us/answer  joined "

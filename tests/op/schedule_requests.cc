@@ -409,7 +409,7 @@ void JoinedBatchesAreBounded() {
   CHECK((c.Next() == Ids{1, 3}) && c.last.joined);  // 2 + 3 are too many, 2 + 1 + 2 as well
   CHECK((c.Next() == Ids{2}) && !c.last.joined);
   CHECK((c.Next() == Ids{4}) && !c.last.joined && (c.Next() == Ids{5}) && !c.last.joined);
-  options.merge = false;
+  options.merge = Merge::kNever;
   Clock off(options);
   CHECK(Add(&off, 1, 2) && Add(&off, 2, 2) && off.Next().size() == 2 && !off.last.joined);
 }

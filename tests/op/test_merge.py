@@ -173,7 +173,7 @@ def test_columns():
         assert merged()["merged_requests"] > 20
 
 
-@pytest.mark.parametrize("options", [{"merge": 2}, {"max_merge": 0}, {"merge_mb": -1}])
+@pytest.mark.parametrize("options", [{"merge": 3}, {"max_merge": 0}, {"merge_mb": -1}])
 def test_wrong_options(options):
     with pytest.raises(ValueError, match="is out of range"):
         call("enable", options)
