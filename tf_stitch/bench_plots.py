@@ -12,6 +12,7 @@ from .errors import OptionError
 SYSTEMS = ("tensorflow", "xla", "jax", "torch", "stitched")
 LABELS = {"tensorflow": "TensorFlow", "xla": "XLA", "jax": "JAX", "torch": "PyTorch", "stitched": "tf_stitch"}
 COLORS = {"tensorflow": "#9aa0a6", "xla": "#4c78a8", "jax": "#54a24b", "torch": "#e45756", "stitched": "#f2a900"}
+WIDE = 20  # times the shortest bar
 FIGURES = {  # key of a row: title
     "latency_us": "latency, microseconds (a call and a device sync)",
     "kernels": "kernels per call",
@@ -52,7 +53,7 @@ def bars(rows: Sequence[Row], key: str, dynamic: bool = False) -> dict[str, dict
 
 
 def draw_bars(axes: Any, found: Mapping[str, Mapping[str, float]], title: str) -> None:
-    """Grouped bars on a logarithmic axis."""
+    """Grouped bars; on a logarithmic axis where some are many times as long as others."""
     systems = [s for s in SYSTEMS if any(s in b for b in found.values())]
     width = 0.8 / len(systems)
     for i, system in enumerate(systems):
@@ -61,8 +62,10 @@ def draw_bars(axes: Any, found: Mapping[str, Mapping[str, float]], title: str) -
         drawn = axes.bar([k + (i - (len(systems) - 1) / 2) * width for k in places], heights, width,
                          label=LABELS[system], color=COLORS[system])
         axes.bar_label(drawn, fmt="%.0f", fontsize=5, rotation=90, padding=2)
-    axes.set_yscale("log")
-    axes.margins(y=0.15)
+    heights = [x for b in found.values() for x in b.values()]
+    if max(heights) > WIDE * min(heights):
+        axes.set_yscale("log")
+    axes.margins(y=0.2)
     axes.set_xticks(range(len(found)), list(found), rotation=30, ha="right")
     axes.set_title(title, fontsize=9)
     axes.legend(fontsize=7, ncols=len(systems))
