@@ -1,8 +1,9 @@
-// Calls a StitchedProgram kernel from Python, with no TensorFlow function around it.
+// Calls a StitchedProgram kernel from Python, with no TensorFlow function around it, and kernels of ops on variables.
 //
 // A function that became one StitchedProgram needs no executor: the kernel gets the eager tensors that the call has and
 // the variables that the function captured, and its results become eager tensors.  What such a call cannot do it
-// declines before anything has happened, and the caller calls the function instead.  Not part of a server's build.
+// declines before anything has happened, and the caller calls the function (or the eager op) instead.  Not part of a
+// server's build.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -173,8 +174,8 @@ std::unique_ptr<DirectCall> DirectCall::Make(EagerContext* context, const std::s
   }
   if (!status.ok()) return *why = std::string(status.message()), nullptr;
   std::unique_ptr<OpKernel> owned(kernel);
-  if (!kernel->AsAsync() || kernel->num_inputs() != static_cast<int>(sources.size())) {
-    return *why = "the node is no StitchedProgram with these inputs", nullptr;
+  if (kernel->num_inputs() != static_cast<int>(sources.size())) {
+    return *why = "the node has other inputs", nullptr;
   }
   for (Source& s : sources) {
     if (s.kind != Source::kVariable) continue;
@@ -199,8 +200,8 @@ absl::InlinedVector<TensorHandle*, 8> DirectCall::Handles(PyObject* arguments) c
   return handles;
 }
 
-// Fills in the inputs but for variables; false when one lies elsewhere than the kernel takes it.  May wait for a thread
-// whose ops are asynchronous.
+// Fills in the inputs but for variables; false when one lies elsewhere than the kernel takes it and TensorFlow has made
+// no copy of it there.  May wait for a thread whose ops are asynchronous.
 bool DirectCall::Arguments(const absl::InlinedVector<TensorHandle*, 8>& handles,
                            absl::InlinedVector<Tensor, 8>* inputs) const {
   inputs->resize(sources_.size());
@@ -208,12 +209,14 @@ bool DirectCall::Arguments(const absl::InlinedVector<TensorHandle*, 8>& handles,
     if (sources_[i].kind == Source::kConstant) (*inputs)[i] = sources_[i].fixed;
     TensorHandle* handle = handles[i];
     if (!handle) continue;
-    if (handle->Type() != TensorHandle::LOCAL || handle->dtype != kernel_->input_type(static_cast<int>(i)) ||
-        handle->DeviceOrHostCPU(*context_) != MemoryOf(input_attributes_[i])) {
+    Device* memory = MemoryOf(input_attributes_[i]);
+    if (handle->Type() != TensorHandle::LOCAL || handle->dtype != kernel_->input_type(static_cast<int>(i))) {
       return false;
     }
     const Tensor* tensor = nullptr;
-    if (!handle->Tensor(&tensor).ok()) return false;
+    absl::Status found = handle->DeviceOrHostCPU(*context_) == memory ? handle->Tensor(&tensor)
+                                                                      : handle->TensorFromDevice(memory, &tensor);
+    if (!found.ok()) return false;
     (*inputs)[i] = *tensor;
   }
   return true;
@@ -242,9 +245,13 @@ absl::Status DirectCall::Run(absl::InlinedVector<Tensor, 8>* inputs, Variables* 
   params.op_device_context = device_context;
   params.runner = context_->runner();
   OpKernelContext op_context(&params);
-  absl::Notification done;
-  device_->ComputeAsync(kernel_->AsAsync(), &op_context, [&done] { done.Notify(); });
-  done.WaitForNotification();
+  if (AsyncOpKernel* kernel = kernel_->AsAsync()) {
+    absl::Notification done;
+    device_->ComputeAsync(kernel, &op_context, [&done] { done.Notify(); });
+    done.WaitForNotification();
+  } else {
+    device_->Compute(kernel_.get(), &op_context);
+  }
   if (!op_context.status().ok()) return op_context.status();
   for (int i = 0; i < op_context.num_outputs(); ++i) {
     outputs->push_back(*op_context.mutable_output(i));

@@ -134,6 +134,45 @@ def test_sparse_updates(count):
     assert count.replayed == (3 if on_gpu else count.replayed)
 
 
+@pytest.mark.parametrize("make", [counter, before_and_after, rows])
+def test_ops_on_variables_are_run_by_their_kernels(count, monkeypatch, make):
+    """No step of these functions is an eager op, which would take most of a call's time."""
+    monkeypatch.setattr(direct_call, "MOST_OPS", {"CPU": 8, "GPU": 8})
+    eager = []
+    execute = direct_call.Direct._execute
+    monkeypatch.setattr(direct_call.Direct, "_execute", lambda *a: eager.append(a[1].name) or execute(*a))
+    stitched, plain = pair(make)
+    for _ in range(5):
+        check(stitched(A), plain(A))
+    assert count.replayed >= 3 and not count.declined
+    constants = {"ResourceGather", "ResourceScatterSub"} if make is rows else set()  # their indices are no argument
+    assert set(eager) <= constants
+
+
+def test_an_error_of_a_variables_kernel_is_tensorflows(count, monkeypatch):
+    monkeypatch.setattr(direct_call, "MOST_OPS", {"CPU": 8, "GPU": 8})
+
+    def make():
+        table = tf.Variable(normal(10, 3))
+
+        def call(x, ids):
+            found = tf.gather(table, ids)
+            table.scatter_sub(tf.IndexedSlices(tf.exp(x) * found * 0.1 + 0.01, ids))
+            return tf.reduce_sum(tf.exp(x) * found + 1)
+
+        return call
+
+    stitched, plain = pair(make)
+    ids = tf.constant([1, 7, 1])
+    for _ in range(4):
+        check(stitched(A, ids), plain(A, ids))
+    if not tf.config.list_physical_devices("GPU"):  # there, TensorFlow gathers zeros
+        with pytest.raises(tf.errors.InvalidArgumentError, match="10"):
+            stitched(A, tf.constant([1, 10, 1]))
+    check(stitched(A, ids), plain(A, ids))
+    assert count.replayed >= 3
+
+
 def test_one_replay_serves_all_shapes(count):
     made = []
     f = tf_stitch.function(lambda x, y: tf.nn.softmax(x) * 2 + y,

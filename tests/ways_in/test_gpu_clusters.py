@@ -67,6 +67,22 @@ def test_placement_decides():
     assert any("the target is the GPU" in n.reason for g in report.graphs for n in g.left)
 
 
+def test_sizes_of_what_lies_on_the_host_join():
+    """TensorFlow places the Size of an integer argument on the CPU; it reads no data, so its place does not matter."""
+    def two():
+        x = v1.placeholder(tf.float32, [None, 8], name="x")
+        i = v1.placeholder(tf.int32, [None], name="i")
+        with tf.device("/device:CPU:0"):
+            n = tf.size(i, name="n")
+        with tf.device("/device:GPU:0"):
+            tf.exp(x) / tf.cast(n, tf.float32) + tf.cast(i, tf.float32)[:, None]
+
+    _, out, report = for_gpu(two)
+    (node,) = stitched(out)
+    assert len(node.input) == 2 and not [n for n in out.node if n.op == "Size"]
+    assert not [n for g in report.graphs for n in g.left]
+
+
 def test_auto_is_the_host_without_a_gpu(monkeypatch):
     monkeypatch.setattr(devices, "gpu_target", lambda: None)
     assert devices.resolve(Options(), []).target == "host"

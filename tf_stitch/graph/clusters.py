@@ -181,7 +181,7 @@ def _why_not(view: GraphView, n: NodeView, options: Options) -> str | None:
         return "a contraction stays TensorFlow's library call on this target"
     if devices.is_gpu(n.device) and not options.on_gpu:
         return f"it is placed on {n.device} and the target is the host"
-    if devices.is_cpu(n.device) and options.on_gpu:
+    if devices.is_cpu(n.device) and options.on_gpu and n.op not in SHAPE_OPS:  # these read no data
         return f"it is placed on {n.device} and the target is the GPU"
     if any(t.endswith("_ref") for t in n.outputs or ()):
         return "it hands out a reference"
