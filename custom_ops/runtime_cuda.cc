@@ -44,7 +44,7 @@ CudaPlan::CudaPlan(const Program& program, const Plan& plan, std::shared_ptr<Cud
     error_ = program.steps[i].kind == Step::Kind::kLibrary ? AddLibraryStep(i, tf32) : AddKernel(i);
     if (!error_.empty()) error_ += " (" + Where(launches_.back()) + ")";
   }
-  PlaceCounters();
+  PlaceWorkspace();
   graphs_ = graphs_ && (launches_.size() >= kMinLaunches || counter_bytes_);
 }
 
@@ -85,7 +85,6 @@ std::string CudaPlan::AddLibraryStep(size_t step, bool tf32) {
   launches_.back().library = MakeLibraryWork(s, dtype, plan_.steps[step].dims, code_->driver(), tf32, &error);
   if (!launches_.back().library) return error;
   graphs_ = graphs_ && launches_.back().library->has_fixed_nodes();
-  workspace_bytes_ = std::max(workspace_bytes_, static_cast<int64_t>(launches_.back().workspace_bytes()));
   return "";
 }
 
@@ -106,15 +105,25 @@ bool CudaPlan::AddGrid(size_t grid) {
   return true;
 }
 
-// The counters of all grids lie behind what the matrix library needs.
-void CudaPlan::PlaceCounters() {
-  counters_at_ = (workspace_bytes_ + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+// First the parts that library steps share in turn, then the counters of all grids.
+void CudaPlan::PlaceWorkspace() {
+  int64_t bytes[kParts] = {}, at[kParts] = {};
+  size_t turn = 0;
   for (Launch& l : launches_) {
-    if (!l.grid) continue;
-    l.counters_at = counters_at_ + counter_bytes_;
-    counter_bytes_ += static_cast<int64_t>(l.grid->counter_bytes());
+    if (!l.workspace_bytes()) continue;
+    l.part = turn++ % kParts;
+    bytes[l.part] = std::max(bytes[l.part], static_cast<int64_t>(l.workspace_bytes()));
   }
-  if (counter_bytes_) workspace_bytes_ = counters_at_ + counter_bytes_;
+  for (size_t i = 0; i < kParts; ++i) {
+    at[i] = workspace_bytes_;
+    workspace_bytes_ += (bytes[i] + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+  }
+  counters_at_ = workspace_bytes_;
+  for (Launch& l : launches_) {
+    l.workspace_at = l.grid ? counters_at_ + counter_bytes_ : at[l.part];
+    if (l.grid) counter_bytes_ += static_cast<int64_t>(l.grid->counter_bytes());
+  }
+  workspace_bytes_ += counter_bytes_;
 }
 
 std::string CudaPlan::Where(const Launch& launch) const {
@@ -161,8 +170,9 @@ std::vector<uint64_t> CudaPlan::Words(void* const* memory, void* workspace, size
     if (!l.kernel) continue;
     size_t at = l.first_word;
     if (l.grid) {
-      uint64_t counters = slot == kNoSlot ? reinterpret_cast<uint64_t>(workspace) + static_cast<uint64_t>(l.counters_at)
-                                          : l.grid->counters_of_slot(slot);
+      uint64_t counters = slot == kNoSlot
+                              ? reinterpret_cast<uint64_t>(workspace) + static_cast<uint64_t>(l.workspace_at)
+                              : l.grid->counters_of_slot(slot);
       l.grid->FillWords(memory, counters, words.data() + at);
       continue;
     }
@@ -175,7 +185,7 @@ std::string CudaPlan::EnqueueLibraryStep(const Launch& launch, void* const* memo
                                          cuda::Stream stream) const {
   std::vector<void*> buffers;
   for (uint32_t id : program_.steps[launch.step].buffers) buffers.push_back(memory[id]);
-  return launch.library->Run(buffers.data(), workspace, stream);
+  return launch.library->Run(buffers.data(), static_cast<char*>(workspace) + launch.workspace_at, stream);
 }
 
 std::string CudaPlan::EnqueueKernel(const Launch& launch, uint64_t* words, cuda::Stream stream) const {
@@ -202,8 +212,8 @@ std::string CudaPlan::Enqueue(size_t launch, void* const* memory, void* workspac
   std::string error;
   if (l.grid) {
     std::vector<uint64_t> words(l.grid->words());
-    l.grid->FillWords(memory, reinterpret_cast<uint64_t>(workspace) + l.counters_at, words.data());
-    error = ClearCounters(l.counters_at, l.grid->counter_bytes(), workspace, stream);
+    l.grid->FillWords(memory, reinterpret_cast<uint64_t>(workspace) + l.workspace_at, words.data());
+    error = ClearCounters(l.workspace_at, l.grid->counter_bytes(), workspace, stream);
     if (error.empty()) error = EnqueueKernel(l, words.data(), stream);
   } else if (l.kernel) {
     std::vector<uint64_t> words;
@@ -315,7 +325,7 @@ bool CudaPlan::Overlap(uint32_t x, uint32_t y) const {
 }
 
 // Whether two steps touch the same memory and one of them writes it.  A buffer is written by the first step that
-// touches it.  Library calls that need a workspace share one.
+// touches it.
 bool CudaPlan::MustFollow(const Step& later, const Step& earlier) const {
   auto writes = [&](const Step& s, uint32_t id) {
     const Buffer& b = program_.buffers[id];
@@ -358,7 +368,8 @@ std::string CudaPlan::MakeGraph(const std::vector<void*>& memory) {
   graph_memory_ = memory;
   std::vector<uint64_t> words = Words(memory.data(), memory.back(), /*slot=*/0);
   std::vector<std::vector<bool>> before(launches_.size());  // all that each launch follows, directly or not
-  int64_t last_with_workspace = -1;
+  int64_t last_of_part[kParts];
+  std::fill_n(last_of_part, kParts, -1);
   for (size_t i = 0; i < launches_.size(); ++i) {
     const Launch& l = launches_[i];
     std::vector<cuda::GraphNode> after;
@@ -366,13 +377,13 @@ std::string CudaPlan::MakeGraph(const std::vector<void*>& memory) {
     bool has_workspace = l.workspace_bytes();
     for (size_t j = i; j-- > 0;) {
       if (before[i][j]) continue;
-      bool shares = has_workspace && static_cast<int64_t>(j) == last_with_workspace;
+      bool shares = has_workspace && static_cast<int64_t>(j) == last_of_part[l.part];
       if (!shares && !MustFollow(l, launches_[j])) continue;
       after.push_back(nodes_[j]);
       before[i][j] = true;
       for (size_t k = 0; k < j; ++k) before[i][k] = before[i][k] || before[j][k];
     }
-    if (has_workspace) last_with_workspace = static_cast<int64_t>(i);
+    if (has_workspace) last_of_part[l.part] = static_cast<int64_t>(i);
     cuda::GraphNode node = nullptr;
     if (l.kernel) {
       void* parameters[] = {words.data() + l.first_word};

@@ -109,7 +109,8 @@ class CudaPlan : public PlanExtra {
     size_t first_word;                       // of the kernel's parameter block in words_
     std::unique_ptr<CudaGrid> grid;          // null: no grid
     unsigned blocks, threads, shared_bytes;  // of a kernel
-    int64_t counters_at = 0;                 // of a grid: its counters in the workspace
+    int64_t workspace_at = 0;                // in the workspace: a library step's own part, a grid's counters
+    size_t part = 0;                         // of the workspace, of a library step
 
     size_t workspace_bytes() const { return library ? library->workspace_bytes() : 0; }
   };
@@ -120,11 +121,13 @@ class CudaPlan : public PlanExtra {
   };
   static constexpr size_t kInstances = 8;
   static constexpr size_t kNoSlot = kInstances;
+  // Library steps that need a workspace take turns with as many parts of it, so that neighbours can run side by side.
+  static constexpr size_t kParts = 4;
 
   std::string AddLibraryStep(size_t step, bool tf32);
   std::string AddKernel(size_t step);
   bool AddGrid(size_t grid);
-  void PlaceCounters();
+  void PlaceWorkspace();
   bool MustFollow(const Launch& later, const Launch& earlier) const;
   bool MustFollow(const Step& later, const Step& earlier) const;
   bool Overlap(uint32_t x, uint32_t y) const;

@@ -182,3 +182,17 @@ def test_random_products_match_the_interpreter(first, monkeypatch):
             continue
         assert_matches(case, want, host.run(program, inputs), slack=2.0)
     assert calls > 20
+
+
+def test_calls_stand_together_until_one_reads_what_comes_between():
+    def attention(b, x, *weights):
+        q, k, v = (plain(b, x, w) for w in weights[:3])
+        scores = b.ew("exp", b.ew("sub", q, k))
+        mixed = plain(b, scores, weights[3])
+        return b.ew("tanh", b.ew("mul", mixed, v))
+
+    shapes = [(300, 200)] + [(200, 200)] * 4
+    check(attention, shapes)
+    _, program = program_of(attention, shapes)
+    kinds = [isinstance(s, LibraryStep) for s in program.steps]
+    assert kinds == [True, True, True, False, True, False]  # q, k and v, which does not wait for the scores

@@ -63,7 +63,8 @@ bool Fails() {
 }
 
 FunctionTag g_axpb{4, Axpb, {}}, g_mul{5, Mul, {}};
-FunctionTag g_matmul{4, [](const uint64_t* w) { Multiply(At(w[0]), At(w[1]), At(w[2]), w[3]); }, {}};
+constexpr size_t kScratch = 64;  // bytes of a product's workspace, whose address is the last word
+FunctionTag g_matmul{5, [](const uint64_t* w) { Multiply(At(w[0]), At(w[1]), At(w[2]), w[3]); }, {}};
 
 // The problems of a grid kernel, phase by phase, in a random order within a phase; its counters must be at zero.
 void RunGrid(const FunctionTag& grid, const uint64_t* w) {
@@ -113,19 +114,41 @@ FunctionTag* FindFunction(const std::string& name) {
   return made.get();
 }
 
+// While a product runs its workspace is full of its own number, unless another product uses it, too.
+void Begin(const Node& node) {
+  for (const Node& n : node.child) Begin(n);
+  if (node.function != &g_matmul) return;
+  for (size_t i = 0; i < kScratch / 8; ++i) reinterpret_cast<const Node**>(node.words[4])[i] = &node;
+}
+void Check(const Node& node) {
+  for (const Node& n : node.child) Check(n);
+  if (node.function != &g_matmul) return;
+  for (size_t i = 0; i < kScratch / 8; ++i) {
+    if (reinterpret_cast<const Node**>(node.words[4])[i] != &node) fprintf(stderr, "products share memory\n"), abort();
+  }
+}
+
+// Nodes begin and end in any order that the edges allow.
 void RunNodes(const std::vector<Node>& nodes) {
-  std::vector<bool> done(nodes.size(), false);
-  for (size_t left = nodes.size(); left; --left) {
+  enum State { kWaits, kRuns, kDone };
+  std::vector<State> state(nodes.size(), kWaits);
+  for (size_t left = 2 * nodes.size(); left; --left) {
     std::vector<size_t> ready;
     for (size_t i = 0; i < nodes.size(); ++i) {
-      bool can = !done[i];
-      for (size_t j : nodes[i].after) can = can && done[j];
+      bool can = state[i] != kDone;
+      for (size_t j : nodes[i].after) can = can && (state[i] == kRuns || state[j] == kDone);
       if (can) ready.push_back(i);
     }
     size_t i = ready[g_rng() % ready.size()];
+    if (state[i] == kWaits) {
+      Begin(nodes[i]);
+      state[i] = kRuns;
+      continue;
+    }
+    Check(nodes[i]);
     RunNode(nodes[i]);
     RunNodes(nodes[i].child);
-    done[i] = true;
+    state[i] = kDone;
   }
 }
 
@@ -238,12 +261,11 @@ void Note(const std::string& note) {
   abort();
 }
 
-// Writes all over the workspace.
+// Uses all of the workspace while it runs.
 std::string Matmul::Run(const void* lhs, const void* rhs, const void*, void* out, void* workspace,
                         Stream stream) const {
-  memset(workspace, 7, 64);
   uint64_t words[] = {reinterpret_cast<uint64_t>(lhs), reinterpret_cast<uint64_t>(rhs), reinterpret_cast<uint64_t>(out),
-                      impl_->n};
+                      impl_->n, reinterpret_cast<uint64_t>(workspace)};
   Node node;
   void* parameters[] = {words};
   Take(&node, &g_matmul, parameters);

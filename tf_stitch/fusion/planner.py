@@ -27,6 +27,7 @@ from ..schedule.group import Group
 from ..schedule.products import repeats_rows
 from . import cost, library
 from .alike import Alike
+from .call import LibraryCall
 from .partition import ALWAYS_FLOATING, Partition, Unit
 from .phases import connected, phases
 from .span import spans
@@ -36,6 +37,7 @@ DOT_INLINE_WORK = 64 * 64 * 64  # multiply-adds of one batch entry up to which a
 INDEXING = frozenset({"slice", "transpose", "reverse", "pad", "concat", "cast", "select"})
 SLACK = 1.15  # how much more computing a union of many units may do than the units do
 MOST_PRODUCTS = 12  # in one kernel: each is a text of its own, and compilers take long over long functions
+MOST_BESIDE = 3  # library calls that another is moved beside: values that wait long take memory
 COPY_NODES = 8  # the longest cheap chain that several groups may each compute for themselves
 COPY_BYTES = 1 << 14  # a smaller value costs next to nothing to hand over
 
@@ -92,9 +94,34 @@ class Draft:
         """The plan with a schedule for every group."""
         p = self.planner
         try:
-            return [p.final(x) for x in self.planned]
+            final = [p.final(x) for x in self.planned]
         except _NotAlike:
-            return Planner(p.graph, p.target, p.build, share=False).run()
+            final = Planner(p.graph, p.target, p.build, share=False).run()
+        return side_by_side(final) if p.uses_library else final
+
+
+def side_by_side(planned: Sequence[Planned]) -> list[Planned]:
+    """The plan with library calls moved up to calls before them, where nothing between makes what they read.
+
+    A GPU runs steps that share no memory at the same time, and memory is given to values in this order: a call that
+    came later might get that of a value which is no longer needed, and would have to wait for its readers.
+    """
+    out: list[Planned] = []
+    for p in planned:
+        out.insert(_place(p, out) if isinstance(p.scheduled, LibraryCall) else len(out), p)
+    return out
+
+
+def _place(call: Planned, before: Sequence[Planned]) -> int:
+    """Behind the first of the few calls that it may follow directly; at the end when there is none."""
+    reads = {view_source(n) for n in call.group.inputs}
+    place, passed = len(before), 0
+    for at in range(len(before), 0, -1):
+        if not reads.isdisjoint(before[at - 1].group.outputs) or passed == MOST_BESIDE:
+            break
+        if isinstance(before[at - 1].scheduled, LibraryCall):
+            place, passed = at, passed + 1
+    return place
 
 
 def _schedule_build() -> Build:
