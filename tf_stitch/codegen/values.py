@@ -17,6 +17,7 @@ from ..ir.graph import Node
 from ..ir.ops import OPS
 from ..schedule import rules
 from ..schedule.rules import Index
+from . import device_forms
 from .text import compute_type, literal, rounded, storage_type
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ def wrap(op: str, dtype: str, args: list[str]) -> str | None:
 
 
 def _elementwise(e: StageEmitter, node: Node, index: Index) -> str:
+    form = None if e.kernel.target.is_host else _device_form(e, node, index)
+    if form is not None:
+        return form
     args = [evaluate(e, x, index) for x in node.inputs]
     text = OPS[node.op].c
     assert text is not None
@@ -106,10 +110,21 @@ def _elementwise(e: StageEmitter, node: Node, index: Index) -> str:
         return wrapped
     if node.op == "div":
         text = _quotient(e, node, args[1]) or text
-    if node.op == "exp" and not e.kernel.target.is_host and _is_below_max(node.inputs[0]):
-        text = "ts_exp_down({0})"
     text = text.format(*args, T=compute_type(node.dtype))
     return text if node.op in _EXACT else rounded(text, node.dtype)
+
+
+def _device_form(e: StageEmitter, node: Node, index: Index) -> str | None:
+    """The text of a computation for which a GPU has a function of its own."""
+    if node.op == "exp" and device_forms.is_below_max(node.inputs[0]):
+        return rounded(f"ts_exp_down({evaluate(e, node.inputs[0], index)})", node.dtype)
+    if node.dtype != "float32":  # half types round between the operations
+        return None
+    cdf = device_forms.normal_cdf(node, lambda x: not e.in_memory(x))
+    if cdf is None or e.scopes.find((cdf.tail, index)) is not None:
+        return None
+    text = f"ts_ndtr({'-' if cdf.negated else ''}{evaluate(e, cdf.x, index)})"
+    return text if cdf.factor is None else f"({evaluate(e, cdf.factor, index)} * {text})"
 
 
 def _quotient(e: StageEmitter, node: Node, divisor: str) -> str | None:
@@ -124,22 +139,6 @@ def _quotient(e: StageEmitter, node: Node, divisor: str) -> str | None:
         with e.scopes.at(depth):
             e.scopes.line(f"const ts_divisor_t {name} = ts_divisor({divisor});")
     return f"ts_divide({{0}}, {name})"
-
-
-def _is_below_max(d: Node) -> bool:
-    """True for x - max(x) along some axes, which is at most 0."""
-    if d.op != "sub":
-        return False
-    x, top = d.inputs
-    if top.op == "broadcast" and top.attrs["axes"] == tuple(range(x.rank)) and top.inputs[0].op == "reshape":
-        source, kept = top.inputs[0].inputs[0], [k for k in range(x.rank) if top.inputs[0].shape[k] != 1]
-    elif top.op == "broadcast":
-        source, kept = top.inputs[0], list(top.attrs["axes"])
-    else:
-        return False
-    return (source.op == "reduce" and source.attrs["kind"] == "max" and source.inputs[0] is x
-            and [k for k in range(x.rank) if k not in source.attrs["axes"] and x.shape[k] != 1]
-            == [k for k in kept if x.shape[k] != 1])
 
 
 def _cast(e: StageEmitter, node: Node, index: Index) -> str:

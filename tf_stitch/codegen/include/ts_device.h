@@ -2,8 +2,9 @@
 // bytes per element has time for about 75.
 //
 // Error bounds, in units of the last place of the result (tests/gpu/test_device_math.py measures them): ts_divide 1 for
-// divisors in [2^-126, 2^100] and 8 for others, ts_rsqrt 2, ts_exp_down 3, ts_sigmoid 5, ts_erfc 7; results of the last
-// three below 2^-126 are 0.  NaN and infinities as in C's libm.
+// divisors in [2^-126, 2^100] and 8 for others, ts_rsqrt 2, ts_exp_down 5 (3 down to -60), ts_sigmoid 5, ts_erfc 7,
+// ts_ndtr 7 + 1.4 x^2, which is what rounding x / sqrt 2 costs erfc of it; results of the last four below about 2^-126
+// are 0.  NaN and infinities as in C's libm.
 #ifndef TS_DEVICE_H_
 #define TS_DEVICE_H_
 
@@ -34,6 +35,18 @@ TS_FN float ts_fast_exp2_(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
+// x y + z clamped to [0, 1], NaN to 0.
+TS_FN float ts_fma_unit_(float x, float y, float z) {
+  float r;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(x), "f"(y), "f"(z));
+  return r;
+}
+// 1 for x > 0, else 0.
+TS_FN float ts_step_(float x) {
+  float r;
+  asm("set.gt.f32.f32 %0, %1, 0f00000000;" : "=f"(r) : "f"(x));
+  return r;
+}
 
 TS_FN float ts_rsqrt(float x) { return ::rsqrtf(x); }
 
@@ -57,10 +70,11 @@ TS_FN float ts_divide(float x, ts_divisor_t s) { return ts_fma_(x, s.high, x * s
 
 // --- elementary functions ----------------------------------------------------------------------------
 
-// e^x for x <= 0: 2^h e^t, h = x / ln 2 rounded.
+// e^x for x <= 0: 2^h e^t with h = x / ln 2, a little more than that in magnitude, so that t is never negative: clamping it
+// to [0, 1] costs nothing and makes 0 of the NaN that an infinite x gives.
 TS_FN float ts_exp_down(float x) {
-  float a = ts_max(x, -127.0f), h = a * 0x1.715476p+0f;
-  float t = ts_fma_(h, 0x1.05c610p-29f, ts_fma_(h, -0x1.62e430p-1f, a));
+  float h = x * 0x1.71547ap+0f;
+  float t = ts_fma_unit_(h, -0x1.62e430p-1f, x);
   float e = ts_fast_exp2_(h);
   return ts_fma_(e, t, e);
 }
@@ -86,6 +100,16 @@ TS_FN float ts_erfc(float x) {
   float y = n * ts_fast_exp2_(h) * ts_fast_rcp_(d);
   y = ts_fma_(y, t, y);
   return ts_abs(ts_fma_(x < 0.0f ? 1.0f : 0.0f, 2.0f, -y));
+}
+
+// The normal distribution: e^(-a^2 / 2) N(a) / D(a) for -a = -|x|, one less that for x > 0.  N / D is a minimax fit of
+// Phi(-a) e^(a^2 / 2), times what the rounding of the exponent's factor costs; 0 from 14 on.
+TS_FN float ts_ndtr(float x) {
+  float a = ts_min(ts_abs(x), 14.0f);
+  float n = ts_horner_(a, 0x1.bf802cp+3f, 0x1.313eeep+3f, 0x1.814bd2p+1f, 0x1.986130p-2f);
+  float d = ts_horner_(a, 0x1.bf802cp+4f, 0x1.4b263ap+5f, 0x1.910650p+4f, 0x1.e22f0ap+2f, 1.0f);
+  float m = n * ts_fast_exp2_(a * a * -0x1.715476p-1f);
+  return ts_abs(ts_fma_(-m, ts_fast_rcp_(d), ts_step_(x)));
 }
 
 #endif  // TS_DEVICE_H_

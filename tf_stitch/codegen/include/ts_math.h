@@ -246,11 +246,12 @@ TS_FN T ts_softplus(T x) {
 
 #include "ts_elementary.h"
 
-// e^x for x <= 0.
+// What texts for a GPU use (ts_device.h): e^x for x <= 0, the normal distribution.
 template <class T>
 TS_FN T ts_exp_down(T x) {
   return ts_exp(x);
 }
+TS_FN float ts_ndtr(float x) { return (float)(0.5 * ts_erfc((double)x * -0x1.6a09e667f3bcdp-1)); }
 
 #endif
 
