@@ -108,3 +108,15 @@ def test_what_divides_a_row_is_prepared_once():
     assert "ts_exp_down(" in kernel.text  # x - max(x)
     (kernel,) = compiler.lay_out(softmax(4096, 1024), HOST)[1]
     assert "ts_divi" not in kernel.text and "ts_exp(" in kernel.text
+
+
+def test_what_a_product_reads_is_divided_before():
+    b = Builder()
+    scores, values = b.param((12, 128, 128), "float32", "s"), b.param((12, 128, 64), "float32", "v")
+    e = b.ew("exp", scores)
+    total = b.broadcast_to(b.reshape(b.reduce("sum", e, (2,)), (12, 128, 1)), e.shape)
+    graph = b.finish([b.dot(b.ew("div", e, total), values, contract=((2,), (1,)), batch=((0,), (0,)))], "attention")
+    kernel = kernel_of(graph, CUDA)
+    before, product = kernel.text.split("TS_TILES(")
+    assert "ts_divide(" in before and " / v" not in product
+    agree(graph, random_inputs(graph, 1), kernel, compile_kernels([kernel]), 1e-5)

@@ -62,6 +62,7 @@ class Storage:
         self._keep_shared_work()
         if in_tiles:
             self._keep_stacks()
+            self._keep_operands()
 
     def _weight_to_kept(self, node: Node) -> int:
         """Work of computing one element of ``node`` from kept values and inputs."""
@@ -121,6 +122,20 @@ class Storage:
                 if source.op == "concat" and source in self.members and computed \
                         and source.attrs["axis"] not in axes and len(source.inputs) > 2:
                     self.kept.add(source)
+
+    def _keep_operands(self) -> None:
+        """What takes work and a product reads is computed once, not by every thread that reads it."""
+        for n in self.nodes:
+            for x in n.inputs if n.op == "dot" else ():
+                source = self._producer(x)
+                if source in self.members and source.op not in VIEWS and self._divides(source):
+                    self.kept.add(source)
+
+    def _divides(self, node: Node) -> bool:
+        """True where an element takes a division or an expensive function of kept values and inputs."""
+        if node in self.kept or node not in self.members:
+            return False
+        return node.op == "div" or weight(node) >= KEEP_WEIGHT or any(map(self._divides, node.inputs))
 
     def droppable(self) -> list[Node]:
         """Kept values that may be computed again instead, in the order that seeds the shrinking.
