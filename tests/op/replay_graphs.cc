@@ -63,8 +63,9 @@ bool Fails() {
 }
 
 FunctionTag g_axpb{4, Axpb, {}}, g_mul{5, Mul, {}};
-constexpr size_t kScratch = 64;  // bytes of a product's workspace, whose address is the last word
-FunctionTag g_matmul{5, [](const uint64_t* w) { Multiply(At(w[0]), At(w[1]), At(w[2]), w[3]); }, {}};
+FunctionTag g_matmul{5,  // the last word is the address of the workspace
+                     [](const uint64_t* w) { Multiply(At(w[0]), At(w[1]), At(w[2]), w[3]); },
+                     {}};
 
 // The problems of a grid kernel, phase by phase, in a random order within a phase; its counters must be at zero.
 void RunGrid(const FunctionTag& grid, const uint64_t* w) {

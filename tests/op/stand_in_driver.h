@@ -30,6 +30,7 @@ void Axpb(const uint64_t* w) {
 void Mul(const uint64_t* w) {
   for (uint64_t i = 0; i < w[3]; ++i) At(w[2])[i] = At(w[0])[i] * At(w[1])[i];
 }
+constexpr size_t kScratch = 64;  // bytes of a product's workspace
 void Multiply(const float* x, const float* y, float* out, uint64_t n) {
   for (uint64_t i = 0; i < n * n; ++i) {
     float sum = 0;
@@ -86,7 +87,7 @@ std::shared_ptr<const Matmul> Matmul::Get(const MatmulShape& shape, std::string*
   out->impl_->n = static_cast<uint64_t>(shape.n);
   return out;
 }
-size_t Matmul::workspace_bytes() const { return 64; }
+size_t Matmul::workspace_bytes() const { return kScratch; }
 
 // The drawn programs hold no convolution.
 struct Convolution::Impl {};
