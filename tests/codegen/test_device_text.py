@@ -9,7 +9,7 @@ import pytest
 from tests.codegen import test_random_kernels as random_kernels
 from tests.codegen.support import compile_kernels, kernel_of
 from tests.codegen.test_kernels import softmax, sums
-from tests.codegen.test_rows import ROWS, agree
+from tests.codegen.test_rows import ROWS, agree, block
 from tests.ir_graphs import random_inputs
 from tf_stitch import compiler
 from tf_stitch.ir.builder import Builder
@@ -120,3 +120,8 @@ def test_what_a_product_reads_is_divided_before():
     before, product = kernel.text.split("TS_TILES(")
     assert "ts_divide(" in before and " / v" not in product
     agree(graph, random_inputs(graph, 1), kernel, compile_kernels([kernel]), 1e-5)
+
+
+def test_rows_of_several_stages_get_registers():
+    assert "TS_KERNEL_WIDE(" in kernel_of(block((4096, 1024)), CUDA).text
+    assert "TS_KERNEL_WIDE(" not in kernel_of(block((4096, 256)), CUDA).text + kernel_of(softmax(4096, 1024), CUDA).text

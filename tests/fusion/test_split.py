@@ -13,7 +13,7 @@ from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.ir.verify import verify
-from tf_stitch.schedule.target import HOST
+from tf_stitch.schedule.target import CUDA, HOST
 
 EAGER = dataclasses.replace(HOST, min_blocks=1 << 40)  # every reduction counts as serial once it is large
 
@@ -70,3 +70,12 @@ def test_half_sums_keep_float32_between_the_steps():
     graph = b.finish([b.reduce("sum", b.param((4096, 1024), "float16"), (0, 1))])
     cut = split_reductions(graph, HOST)
     assert {n.dtype for n in reduces(cut)} == {"float32"} and cut.outputs[0].dtype == "float16"
+
+
+@pytest.mark.parametrize(("shape", "axes", "steps"), [
+    ((128, 768), (1,), 1), ((128, 8, 768), (1, 2), 1), ((128, None), (1,), 1), ((128, 16384), (1,), 2),
+    ((4096, 64), (0,), 2)])
+def test_a_gpu_folds_rows_that_a_block_loads_at_once(shape, axes, steps):
+    b = Builder()
+    graph = b.finish([b.reduce("sum", b.param(shape, "float32"), axes)])
+    assert len(reduces(split_reductions(graph, CUDA))) == steps

@@ -10,6 +10,7 @@ from ..ir.graph import Node
 from ..schedule import rules
 from ..schedule.kernel_schedule import KernelSchedule, Part, RowChain, Stage
 from ..schedule.products import have_products
+from ..schedule.rows import USUAL
 from ..schedule.rules import Index
 from ..schedule.storage import HEAVY
 from ..schedule.tile import guess
@@ -139,8 +140,13 @@ class KernelEmitter:
         """The macro that begins the kernel."""
         args = f"{_PLACEHOLDER}, {buffers}, {len(self.dims)}"
         if not have_products(self.schedule.members, self.target):
-            return f"TS_KERNEL({args}) {{"
+            return f"TS_KERNEL_WIDE({args}, 3) {{" if self._holds_much() else f"TS_KERNEL({args}) {{"
         return f"TS_KERNEL_WIDE({args}, {1 if guess(self.schedule.blocks) <= self.target.cores else 2}) {{"
+
+    def _holds_much(self) -> bool:
+        """True where threads hold long rows, of which several stages make others, and need registers for both."""
+        return any(c.short and len(c.held) > 2 and D.static(c.stages[0].shape[-1]) > USUAL // 2 * c.lanes
+                   for p in self.schedule.parts for c in p.chains)
 
     def _sizes(self) -> list[Dim]:
         """How many elements there are to count, of every tensor and every fold's domain."""

@@ -6,6 +6,7 @@ axis, gives independent partial results; what is left is small.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..ir.dtypes import DTYPES
 from ..ir.graph import Graph, Node
 
 SMALL_WORK = 1 << 16  # elements that one block reduces in less time than a second kernel takes
+ROW = 1 << 13  # elements of a row that the threads of a GPU's block load at once
 PARTS = (16, 1024)  # how many partial results per result are worth having, if the axis can be cut so
 
 
@@ -33,8 +35,15 @@ def is_serial(node: Node, target: Any) -> bool:
     if not isinstance(results, int) or (isinstance(work, int) and work < SMALL_WORK):
         return False
     last_kept = node.inputs[0].rank - 1 not in node.attrs["axes"]
+    if not last_kept and target.row_registers and _folded(node) <= ROW:
+        return False
     panel = target.vector_bytes // DTYPES[node.dtype].size if last_kept else 1  # neighbours that go together
     return results < target.min_blocks * max(1, panel)
+
+
+def _folded(node: Node) -> float:
+    size = D.upper(D.product(node.inputs[0].shape[a] for a in node.attrs["axes"]))
+    return size if isinstance(size, int) else math.inf
 
 
 def split(node: Node, target: Any) -> Node:

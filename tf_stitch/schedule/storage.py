@@ -132,8 +132,11 @@ class Storage:
                     self.kept.add(source)
 
     def _divides(self, node: Node) -> bool:
-        """True where an element takes a division or an expensive function of kept values and inputs."""
-        if node in self.kept or node not in self.members:
+        """True where an element takes a division or an expensive function of kept values and inputs.
+
+        What a broadcast repeats threads compute outside of their loops.
+        """
+        if node in self.kept or node not in self.members or node.op == "broadcast":
             return False
         return node.op == "div" or weight(node) >= KEEP_WEIGHT or any(map(self._divides, node.inputs))
 
