@@ -72,9 +72,17 @@ def test_text_of_gelu():
         agree(graph, inputs, kernel, library, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_only_float32_has_the_function(dtype):  # half types round between the operations
-    assert "ts_ndtr(" not in kernel_of(gelu(dtype=dtype), CUDA).text
+def test_float64_has_no_such_function():
+    assert "ts_ndtr(" not in kernel_of(gelu(dtype="float64"), CUDA).text
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-3), ("bfloat16", 8e-3)])
+def test_half_types_round_between_the_operations(dtype, tolerance):
+    graph = gelu(dtype=dtype)
+    kernel = kernel_of(graph, CUDA)
+    (tail,) = [line for line in kernel.text.splitlines() if "ts_ndtr(" in line]
+    assert "2.0f * ts_ndtr(" in tail and "ts_round<" in tail  # erfc of the rounded argument
+    agree(graph, random_inputs(graph, 1), kernel, compile_kernels([kernel]), tolerance)
 
 
 def test_a_host_has_not():
