@@ -103,7 +103,7 @@ def _pytest(args: argparse.Namespace, marks: str, workers: int, end: float) -> d
     with tempfile.TemporaryDirectory() as folder, (args.out / "pytest.log").open("a") as log:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", *args.tests.split(","), "-m", marks, "-n", str(workers), "-rfs",
-                   "-v", "--tb=short", "--durations=15", "-p", "no:cacheprovider", f"--junitxml={report}"]
+                   "-vv", "--tb=short", "--durations=15", "-p", "no:cacheprovider", f"--junitxml={report}"]
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
             process.wait(max(20.0, end - time.time()))

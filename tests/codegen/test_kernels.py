@@ -18,6 +18,7 @@ from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.ir.graph import Graph
+from tf_stitch.ir.ops import make
 from tf_stitch.options import HOST_LEVELS
 from tf_stitch.schedule import CUDA, HOST, Schedule, build
 from tf_stitch.schedule.group import Group
@@ -148,6 +149,13 @@ def test_every_node_alone_has_a_schedule(target):
         for n in random_case(seed).graph.nodes():
             if n.op != "param":
                 emit(build(Group((n,), tuple(dict.fromkeys(n.inputs)), (n,)), target))
+
+
+def test_a_scalar_may_be_transposed():
+    b = Builder()
+    x = b.param((), "float32", "x")
+    graph = b.raw([b.ew("exp", make("transpose", [x], {"perm": ()}))], "scalar")
+    assert kernel_of(graph, CUDA).text and kernel_of(graph).text
 
 
 def test_heads_are_moved():

@@ -50,6 +50,15 @@ def values(rows: int, columns: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(rows + columns + seed).standard_normal((rows, columns)).astype(np.float32)
 
 
+# TensorFlow's allocator gives up at once, not after ten seconds of asking again.
+NO_RETRIES = """
+import tensorflow as tf
+from tensorflow.python.eager import context
+context.context()._config = tf.compat.v1.ConfigProto()
+context.context()._config.gpu_options.experimental.disallow_retry_on_allocation_failure = True
+"""
+
+
 def in_a_process(script: str) -> str:
     """What a script prints, on both streams, in a process of its own."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "TF_CPP_MIN_LOG_LEVEL": "1"}
@@ -86,9 +95,8 @@ np.testing.assert_allclose(got, chain(tf.constant(x)), rtol=1e-5, atol=1e-7)
 
 def test_exhausted_memory_is_an_error_and_the_next_call_works():
     """256 MiB for TensorFlow: a call that needs more says so, gives back what it took, and smaller ones go on."""
-    in_a_process("""
+    in_a_process(NO_RETRIES + """
 import gc
-import tensorflow as tf
 gpu = tf.config.list_physical_devices("GPU")[0]
 tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=256)])
 from tests.gpu.test_robust import *
@@ -139,9 +147,8 @@ def test_no_memory_beside_tensorflows_own():
     """Code, CUDA graphs and libraries take memory that TensorFlow does not hold: without any, results are right still,
     or an error names what could not be had; with memory again, all is well.
     """
-    said = in_a_process("""
+    said = in_a_process(NO_RETRIES + """
 import numpy as np
-import tensorflow as tf
 from tests.gpu.test_robust import *
 from tf_stitch.backend import cuda
 tf.config.experimental.enable_tensor_float_32_execution(False)

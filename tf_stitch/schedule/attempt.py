@@ -88,7 +88,7 @@ class Attempt:
 
         Every access to memory is then to whole lines; without, one side would touch a line per element.
         """
-        if n.op != "transpose" or n.attrs["perm"][-1] == n.rank - 1 or n.inputs[0] in self.storage.kept:
+        if n.op != "transpose" or not n.rank or n.attrs["perm"][-1] == n.rank - 1 or n.inputs[0] in self.storage.kept:
             return False
         box = self.boxes[n]
         return min(guess(box[-1][1]), guess(box[n.attrs["perm"].index(n.rank - 1)][1])) >= ACROSS
