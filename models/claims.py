@@ -123,13 +123,14 @@ def _compile(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Claim]:
 
 def _errors(rows: Sequence[Row]) -> Iterable[Claim]:
     """Against float64; products in TF32 err as much on every system."""
-    known = {(r.workload, r.dynamic, r.system): r.max_rel_error for r in rows if r.max_rel_error is not None}
     for dynamic_batch, label in ((False, ", known batch"), (True, ", unknown batch")):
-        found = {n: e for (n, d, s), e in known.items() if s == "stitched" and d == dynamic_batch}
-        allowed = {n: models_bench.allowed_error(known.get((n, False, "tensorflow"))) for n in found}
-        bad = [f"{n} {e:.1e} (allowed {allowed[n]:.1e})" for n, e in found.items() if not e <= allowed[n]]
-        worst = max(found, key=lambda n: found[n], default=None)
-        figure = "; ".join(bad) or (f"at most {found[worst]:.1e}, {worst}; {len(found)} workloads" if worst else "-")
+        found = {r.workload: r for r in rows if r.system == "stitched" and r.dynamic == dynamic_batch
+                 and r.max_rel_error is not None}
+        bad = [f"{n} {r.max_rel_error:.1e} (allowed {models_bench.allowed_error(r, rows):.1e})"
+               for n, r in found.items() if models_bench.is_wrong(r, rows)]
+        worst = max(found, key=lambda n: found[n].max_rel_error or 0.0, default="")
+        figure = "; ".join(bad) or (f"at most {found[worst].max_rel_error:.1e}, {worst}; {len(found)} workloads"
+                                    if worst else "-")
         yield Claim(f"as right as TensorFlow{label}", not bad if found else None, figure)
 
 

@@ -68,8 +68,9 @@ def _ordered(rows: Any) -> list[bench.Row]:
 def _common(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The facts of all runs: what differs is listed."""
     facts = dict(runs[0])
-    for key in ("commit", "date", "command"):
+    for key in ("commit", "command", "cores"):
         facts[key] = "; ".join(dict.fromkeys(str(r[key]) for r in runs))
+    facts["date"] = " to ".join(dict.fromkeys((min(r["date"] for r in runs), max(r["date"] for r in runs))))
     facts["load_average"] = max(r["load_average"] for r in runs)
     facts["peers"] = {k: v for r in runs for k, v in r["peers"].items()}
     return facts
