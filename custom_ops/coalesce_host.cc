@@ -103,14 +103,11 @@ std::unique_ptr<Device::Ticket> HostDevice::IssueJoined(size_t, const std::vecto
   const auto& first = static_cast<const HostRequest&>(*requests.front());
   std::vector<JoinedRun::Member> members;
   int64_t rows = 0;
-  for (const Request* request : requests) {
-    const auto& r = static_cast<const HostRequest&>(*request);
-    members.push_back({r.plan.get(), r.memory});
-    rows += r.merge.rows;
-  }
+  *how = Joining::kNever;
+  if (!JoinedRun::MembersOf<HostRequest>(requests, &members, &rows)) return nullptr;
   std::shared_ptr<const Plan> plan = first.joined_plan(JoinedSignature(*first.program, first.plan->signature, rows));
   JoinedRun run;
-  *how = plan && run.Lay(*first.program, *plan, members).empty() ? RunJoined(first, *plan, &run) : Joining::kNever;
+  if (plan && run.Lay(*first.program, *plan, members).empty()) *how = RunJoined(first, *plan, &run);
   return nullptr;
 }
 

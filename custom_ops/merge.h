@@ -76,6 +76,19 @@ class JoinedRun {
     void* const* memory;  // address of every buffer
   };
 
+  // Requests of one program as members, and the rows that they have together; false when one is of another program.
+  template <class Own, class Request>
+  static bool MembersOf(const std::vector<Request*>& requests, std::vector<Member>* members, int64_t* rows) {
+    const Program* program = static_cast<const Own&>(*requests.front()).program;
+    for (const Request* request : requests) {
+      const auto& r = static_cast<const Own&>(*request);
+      if (r.program != program) return false;
+      members->push_back({r.plan.get(), r.memory});
+      *rows += r.merge.rows;
+    }
+    return true;
+  }
+
   // What keeps these from being joined as `plan`, or "".
   std::string Lay(const Program& program, const Plan& plan, const std::vector<Member>& members);
 

@@ -91,15 +91,11 @@ std::unique_ptr<Device::Ticket> CudaDevice::IssueJoined(size_t lane, const std::
   auto& first = static_cast<CudaRequest&>(*requests.front());
   std::vector<JoinedRun::Member> members;
   int64_t rows = 0;
-  for (Request* request : requests) {
-    auto& r = static_cast<CudaRequest&>(*request);
-    members.push_back({r.plan.get(), r.memory});
-    rows += r.merge.rows;
-  }
+  *how = Joining::kNever;
+  if (!JoinedRun::MembersOf<CudaRequest>(requests, &members, &rows)) return nullptr;
   cuda::Function copy_pieces = first.ready->code()->copy_pieces();
   std::shared_ptr<const Plan> plan = first.joined_plan(JoinedSignature(*first.program, first.plan->signature, rows));
   JoinedRun run;
-  *how = Joining::kNever;
   if (!copy_pieces || !plan || !run.Lay(*first.program, *plan, members).empty()) return nullptr;
   size_t pieces = run.gathers().size() + run.scatters().size();
   if (static_cast<int64_t>(pieces) > kMostPieces) return nullptr;
@@ -108,6 +104,7 @@ std::unique_ptr<Device::Ticket> CudaDevice::IssueJoined(size_t lane, const std::
   *how = block ? Joining::kDone : Joining::kNotNow;
   if (!block) return nullptr;
   run.Place(block->memory());
+  if (ready->Misaligned(run.memory())) return *how = Joining::kNever, nullptr;
   void* workspace = block->memory() + run.bytes();
   cuda::Stream stream = lanes_[lane].streams->main();
   auto enqueue = [&](UnderWay*) {

@@ -70,7 +70,7 @@ def crowd(work, count: int, threads: int = 16) -> list:
 def test_requests_of_all_sizes_get_their_own_answers():
     model = Model("sizes")
     cases = [request(n, i) for i, n in enumerate((1, 0, 3, 1, 17, 2, 0, 64))]
-    with coalescing(max_wait_us=2000, workers=1):
+    with coalescing(max_wait_us=2000, workers=1, merge=2):
         crowd(lambda i: close(model(*cases[i % 8]), wanted(*cases[i % 8])), 600)
         now = merged()
         assert now["merged_requests"] > 50 and now["merged_requests"] > 1.5 * now["merged_runs"], now
@@ -80,13 +80,22 @@ def test_requests_of_all_sizes_get_their_own_answers():
 def test_only_requests_that_share_the_rest_are_joined():
     """Other weights, another width: apart."""
     models = [Model("a"), Model("b", OTHER)]
-    with coalescing(max_wait_us=2000, workers=1):
+    with coalescing(max_wait_us=2000, workers=1, merge=2):
         def run(i: int) -> None:
             x, indices = request(1 + i % 3, i, 30 + i // 2 % 2)
             close(models[i % 2](x, indices), wanted(x, indices, OTHER if i % 2 else TABLE))
 
         crowd(run, 400)
         assert merged()["merged_requests"] > 20
+
+
+def test_where_it_pays():
+    """As it is by default: both ways are tried."""
+    model = Model("pays")
+    cases = [request(n, i) for i, n in enumerate((1, 2, 1, 3))]
+    with coalescing(max_wait_us=2000, workers=1):
+        crowd(lambda i: close(model(*cases[i % 4]), wanted(*cases[i % 4])), 400)
+        assert merged()["merged_runs"] >= 3, merged()
 
 
 def test_off():
@@ -98,7 +107,7 @@ def test_off():
 
 def test_an_error_fails_only_its_own_request():
     model = Model("errors")
-    with coalescing(max_wait_us=2000, workers=1):
+    with coalescing(max_wait_us=2000, workers=1, merge=2):
         def run(i: int) -> bool:
             x, indices = request(2, i)
             if i % 20:
@@ -117,7 +126,7 @@ def test_an_error_fails_only_its_own_request():
 def test_a_cancelled_request_leaves_the_others_alone():
     model, x = Model("cancelled"), request(300, 1, 3000)
     want = wanted(*x)
-    with coalescing(max_wait_us=2000, workers=1):
+    with coalescing(max_wait_us=2000, workers=1, merge=2):
         def run(i: int) -> int:
             if i % 2:
                 for g, w in zip(model(*x), want, strict=True):
@@ -138,7 +147,7 @@ def test_a_guard_that_does_not_hold_for_the_sum():
     program = programs.joinable()
     program.guards.append(Guard("le", n, 3, "at most three rows"))
     model = Model("guarded", program=program)
-    with coalescing(max_wait_us=2000, workers=1):
+    with coalescing(max_wait_us=2000, workers=1, merge=2):
         crowd(lambda i: close(model(*request(1, i)), wanted(*request(1, i))), 300)
         now = merged()
         assert now["merged_requests"] and now["merged_requests"] <= 3 * now["merged_runs"], now
@@ -147,11 +156,11 @@ def test_a_guard_that_does_not_hold_for_the_sum():
 
 def test_limits():
     model = Model("limits")
-    with coalescing(max_wait_us=2000, workers=1, max_merge=4):
+    with coalescing(max_wait_us=2000, workers=1, merge=2, max_merge=4):
         crowd(lambda i: close(model(*request(2, i)), wanted(*request(2, i))), 200)
         now = merged()
         assert now["merged_runs"] and now["merged_requests"] == 2 * now["merged_runs"], now
-    with coalescing(max_wait_us=2000, workers=1, merge_mb=0):
+    with coalescing(max_wait_us=2000, workers=1, merge=2, merge_mb=0):
         crowd(lambda i: close(model(*request(2, i)), wanted(*request(2, i))), 100)
         now = merged()
         assert not now["merged_runs"] and now["unmerged_requests"], now
@@ -164,7 +173,7 @@ def test_columns():
         x = tf.compat.v1.placeholder(tf.float32, [None, None])
         y = node(x)
     session = tf.compat.v1.Session(graph=graph)
-    with coalescing(max_wait_us=2000, workers=1):
+    with coalescing(max_wait_us=2000, workers=1, merge=2):
         def run(i: int) -> None:
             given = floats(7, i % 5)
             np.testing.assert_array_equal(session.run(y, {x: given}), (2 * given + 1).reshape(-1))
@@ -211,7 +220,7 @@ def test_rewritten_models(f, shape):
     feed = concrete.inputs[0].name
     cases = [floats(n, *([9, 64][-len(shape) + 1:])) for n in (1, 1, 2, 5)]
     wants = [f(tf.constant(c)) for c in cases]
-    with coalescing(max_wait_us=2000, workers=1):
+    with coalescing(max_wait_us=2000, workers=1, merge=2):
         def run(i: int) -> None:
             got = session.run(outputs, {feed: cases[i % 4]})[0]
             np.testing.assert_allclose(got, wants[i % 4], rtol=1e-4, atol=1e-5)
