@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -150,3 +151,19 @@ def test_steps_are_written_as_they_end(tmp_path: Path) -> None:
     again = gpu_check.Record(tmp_path / "part.json")
     gpu_check.walk(again, [("a", bad)], end=1e12)  # has a result
     assert again.steps["a"]["x"] == 1
+
+
+def test_outcomes_of_tests_are_read_from_their_report() -> None:
+    report = ElementTree.fromstring(
+        "<testsuite><testcase name='a'/><testcase name='b'><failure message='x is&#10; wrong'>...</failure></testcase>"
+        "<testcase name='c'><skipped message='one GPU'/></testcase><testcase name='d'><error message='no'/></testcase>"
+        "</testsuite>")
+    found = [gpu_check._outcome(case) for case in report.iter("testcase")]
+    assert found == [("passed", ""), ("failed", "x is wrong"), ("skipped", "one GPU"), ("failed", "no")]
+
+
+def test_what_failed_is_in_the_summary(tmp_path: Path) -> None:
+    record = gpu_check.Record(tmp_path / "tests.json")
+    record.put("alone", {"passed": 3, "failed": 1, "skipped": 0, "seconds": 2.0, "what": ["failed: tests.gpu::f: no"]})
+    text = gpu_check.summary(tmp_path, ["tests"])
+    assert "  alone: 3 passed, 1 failed, 0 skipped, 2 s" in text and "  failed: tests.gpu::f: no" in text
