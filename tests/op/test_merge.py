@@ -8,11 +8,15 @@ import pytest
 import tensorflow as tf
 
 import tf_stitch
+from tests.ir_graphs import assert_matches, free_symbols, random_case, random_inputs
 from tests.op import programs
 from tests.op.calls import stitched
 from tests.op.test_coalesce import call, coalescing, stats
 from tests.op.test_op import floats
+from tf_stitch.compiler import compile_together
 from tf_stitch.ir.graph import Guard
+from tf_stitch.ir.interp import run
+from tf_stitch.ir.separable import find_batch
 from tf_stitch.program import serialize
 
 TABLE, OTHER = floats(50), floats(50) - 3
@@ -227,3 +231,50 @@ def test_rewritten_models(f, shape):
 
         crowd(run, 400)
         assert merged()["merged_requests"] > 20
+
+
+def drawn(count: int) -> list:
+    """Random cases whose requests may be joined, with what they are joined along."""
+    found = []
+    for seed in range(1000):
+        case = random_case(seed, symbolic=True, float_types=("float32",), int_types=("int32",))
+        batch = find_batch(case.graph)
+        if batch is not None and not case.graph.guards and any(n.op in ("dot", "reduce") for n in case.graph.nodes()):
+            found.append((case, batch, seed))
+    return found[:count]
+
+
+def test_random_models():
+    """Programs of random graphs, requests of 0 to 3 rows, each compared with the interpreter."""
+    cases = drawn(8)
+    compiled = compile_together([case.graph for case, _, _ in cases], tf_stitch.Options(target="host", levels=()))
+    joined = 0
+    for (case, batch, seed), program in zip(cases, compiled, strict=True):
+        assert program.batch == batch
+        sizes = {s: 3 for s in free_symbols(case.graph)}
+        every = [random_inputs(case.graph, seed + n, {**sizes, batch.symbol: n % 4}) for n in range(12)]
+        given = [i for i, axis in enumerate(batch.inputs) if axis is not None]
+        for inputs in every:
+            for i in set(range(len(inputs))) - set(given):
+                inputs[i] = every[0][i]
+        try:
+            wants = [run(case.graph, inputs) for inputs in every]
+        except (IndexError, ZeroDivisionError):
+            continue
+        results = case.graph.outputs
+        with tf.Graph().as_default() as graph:
+            feeds = [tf.compat.v1.placeholder(x.dtype, [None] * x.ndim) if i in given else tf.constant(x)
+                     for i, x in enumerate(every[0])]
+            never = lambda *_, r=results: tuple(tf.zeros([0] * o.rank, o.dtype) for o in r)  # noqa: E731
+            node = stitched(program, never, shapes=False)
+            outputs = node(*feeds)
+        session = tf.compat.v1.Session(graph=graph)
+        outputs = [outputs] if isinstance(outputs, tf.Tensor) else list(outputs)
+        with coalescing(max_wait_us=2000, workers=1, merge=2):
+            def work(i: int) -> None:
+                got = session.run(outputs, {feeds[k]: every[i % 12][k] for k in given})
+                assert_matches(case, wants[i % 12], got)
+
+            crowd(work, 240)
+            joined += merged()["merged_runs"]
+    assert joined > 20
