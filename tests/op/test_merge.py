@@ -244,37 +244,46 @@ def drawn(count: int) -> list:
     return found[:count]
 
 
+def requests_of(case, batch, seed: int) -> list:
+    """Twelve requests of 0 to 3 rows that may be joined."""
+    sizes = {s: 3 for s in free_symbols(case.graph)}
+    every = [random_inputs(case.graph, seed + n, {**sizes, batch.symbol: n % 4}) for n in range(12)]
+    for inputs in every:
+        for i, axis in enumerate(batch.inputs):
+            if axis is None:
+                inputs[i] = every[0][i]
+    return every
+
+
+def serve_drawn(case, batch, program, every) -> int:
+    """Serves requests from many threads, each compared with the interpreter; the number of joined runs."""
+    given = [i for i, axis in enumerate(batch.inputs) if axis is not None]
+    wants = [run(case.graph, inputs) for inputs in every]
+
+    def never(*_):
+        return tuple(tf.zeros([0] * o.rank, o.dtype) for o in case.graph.outputs)
+
+    with tf.Graph().as_default() as graph:
+        feeds = [tf.compat.v1.placeholder(x.dtype, [None] * x.ndim) if i in given else tf.constant(x)
+                 for i, x in enumerate(every[0])]
+        outputs = tf.nest.flatten(stitched(program, never, shapes=False)(*feeds))
+    session = tf.compat.v1.Session(graph=graph)
+
+    def work(i: int) -> None:
+        got = session.run(outputs, {feeds[k]: every[i % 12][k] for k in given})
+        assert_matches(case, wants[i % 12], got)
+
+    with coalescing(max_wait_us=2000, workers=1, merge=2):
+        crowd(work, 240)
+        return merged()["merged_runs"]
+
+
 def test_random_models():
-    """Programs of random graphs, requests of 0 to 3 rows, each compared with the interpreter."""
-    cases = drawn(8)
+    """Programs of random graphs without operations that may refuse."""
+    cases = [c for c in drawn(10) if not any(n.op.startswith(("gather", "int_")) for n in c[0].graph.nodes())]
     compiled = compile_together([case.graph for case, _, _ in cases], tf_stitch.Options(target="host", levels=()))
     joined = 0
     for (case, batch, seed), program in zip(cases, compiled, strict=True):
         assert program.batch == batch
-        sizes = {s: 3 for s in free_symbols(case.graph)}
-        every = [random_inputs(case.graph, seed + n, {**sizes, batch.symbol: n % 4}) for n in range(12)]
-        given = [i for i, axis in enumerate(batch.inputs) if axis is not None]
-        for inputs in every:
-            for i in set(range(len(inputs))) - set(given):
-                inputs[i] = every[0][i]
-        try:
-            wants = [run(case.graph, inputs) for inputs in every]
-        except (IndexError, ZeroDivisionError):
-            continue
-        results = case.graph.outputs
-        with tf.Graph().as_default() as graph:
-            feeds = [tf.compat.v1.placeholder(x.dtype, [None] * x.ndim) if i in given else tf.constant(x)
-                     for i, x in enumerate(every[0])]
-            never = lambda *_, r=results: tuple(tf.zeros([0] * o.rank, o.dtype) for o in r)  # noqa: E731
-            node = stitched(program, never, shapes=False)
-            outputs = node(*feeds)
-        session = tf.compat.v1.Session(graph=graph)
-        outputs = [outputs] if isinstance(outputs, tf.Tensor) else list(outputs)
-        with coalescing(max_wait_us=2000, workers=1, merge=2):
-            def work(i: int) -> None:
-                got = session.run(outputs, {feeds[k]: every[i % 12][k] for k in given})
-                assert_matches(case, wants[i % 12], got)
-
-            crowd(work, 240)
-            joined += merged()["merged_runs"]
+        joined += serve_drawn(case, batch, program, requests_of(case, batch, seed))
     assert joined > 20
