@@ -32,7 +32,6 @@ class Estimates {
   std::string Save() const;
   std::string Load(const std::string& json);
 
-
  private:
   static constexpr int kCounts = 9;  // 1, 2-3, 4-7, ... 256 and more
   static constexpr size_t kMaxShapes = 1 << 16;
