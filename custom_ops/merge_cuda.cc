@@ -35,16 +35,28 @@ MergeBlock::~MergeBlock() {
   if (table_) driver_.MemFreeHost(table_);
 }
 
-std::shared_ptr<MergeBlock> MergeMemory::Take(int64_t bytes, size_t pieces) {
+// The lock is held.
+MergeBlock* MergeMemory::TakeFree(const void* plan, int64_t bytes, int64_t table_bytes) {
+  auto best = free_.end();
+  for (auto it = free_.begin(); it != free_.end(); ++it) {
+    if ((*it)->bytes() != bytes || (*it)->table_bytes() < table_bytes) continue;
+    best = it;
+    if ((*it)->last == plan) break;
+  }
+  if (best == free_.end()) return nullptr;
+  MergeBlock* found = best->release();
+  free_.erase(best);
+  return found;
+}
+
+std::shared_ptr<MergeBlock> MergeMemory::Take(const void* plan, int64_t bytes, size_t pieces) {
   if (bytes > most_) return nullptr;
   int64_t size = SizeOf(bytes, kLeastBytes);
   int64_t table = SizeOf(static_cast<int64_t>(pieces * sizeof(Piece)), kLeastTable);
   auto give = [this](MergeBlock* block) { Give(block); };
   std::lock_guard<std::mutex> lock(mu_);
-  for (size_t i = free_.size(); i-- > 0;) {
-    if (free_[i]->bytes() != size || free_[i]->table_bytes() < table) continue;
-    MergeBlock* found = free_[i].release();
-    free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(i));
+  if (MergeBlock* found = TakeFree(plan, size, table)) {
+    found->last = plan;
     return {found, give};
   }
   while (taken_ + size > most_ && !free_.empty()) {
@@ -55,6 +67,7 @@ std::shared_ptr<MergeBlock> MergeMemory::Take(int64_t bytes, size_t pieces) {
   auto block = std::make_unique<MergeBlock>(driver_, size, table);
   if (!block->good()) return nullptr;
   taken_ += size;
+  block->last = plan;
   return {block.release(), give};
 }
 
@@ -100,7 +113,7 @@ std::unique_ptr<Device::Ticket> CudaDevice::IssueJoined(size_t lane, const std::
   size_t pieces = run.gathers().size() + run.scatters().size();
   if (static_cast<int64_t>(pieces) > kMostPieces) return nullptr;
   auto* ready = static_cast<CudaPlan*>(plan->extra.get());
-  std::shared_ptr<MergeBlock> block = merge_memory_.Take(run.bytes() + ready->workspace_bytes(), pieces);
+  std::shared_ptr<MergeBlock> block = merge_memory_.Take(plan.get(), run.bytes() + ready->workspace_bytes(), pieces);
   *how = block ? Joining::kDone : Joining::kNotNow;
   if (!block) return nullptr;
   run.Place(block->memory());

@@ -27,6 +27,8 @@ class MergeBlock {
   char* memory() const { return static_cast<char*>(memory_); }
   Piece* table() const { return static_cast<Piece*>(table_); }
 
+  const void* last = nullptr;  // the plan that used it last
+
  private:
   const cuda::Driver& driver_;
   const int64_t bytes_, table_bytes_;
@@ -39,14 +41,15 @@ class MergeMemory {
  public:
   MergeMemory(const cuda::Driver& driver, int64_t bytes) : driver_(driver), most_(bytes) {}
 
-  // A block for a run, held until the device is done with it; null when joined runs would take too much.  The context
-  // must be current.
-  std::shared_ptr<MergeBlock> Take(int64_t bytes, size_t pieces);
+  // A block for a run of a plan, held until the device is done with it: the one that the plan used last, if nobody has
+  // it.  Null when joined runs would take too much.  The context must be current.
+  std::shared_ptr<MergeBlock> Take(const void* plan, int64_t bytes, size_t pieces);
 
   // Frees what nobody holds; the context must be current.
   void Clear();
 
  private:
+  MergeBlock* TakeFree(const void* plan, int64_t bytes, int64_t table_bytes);
   void Give(MergeBlock* block);
 
   const cuda::Driver& driver_;
