@@ -17,7 +17,7 @@ extern "C" {
 // again it drains the schedulers and starts them with the new options; tenants and their statistics stay.
 // `options_json` is an object (or null, or "") with any of these numbers:
 //   look_ahead_us   device time that may be enqueued on a GPU ahead of what runs there (200)
-//   max_wait_us     what one request may wait for company in all, within its slack (100)
+//   max_wait_us     what one request may wait for company on the CPU in all, within its slack (100)
 //   under_way       superkernels of one kind that run at a time on a GPU while more requests of that kind gather (2)
 //   max_pack        problems in one superkernel at most (64)
 //   max_instances   requests held at most, per device; the threads that bring more wait (4096)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tf_stitch.fusion import library
 from tf_stitch.ir import interp
 from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.program.program import KernelStep, LibraryStep
+from tf_stitch.schedule.target import CUDA
 
 SHAPES = [(2, 16, 16, 32), (3, 3, 32, 64)]
 VECTOR, IMAGE = (64,), (2, 16, 16, 64)
@@ -165,6 +167,16 @@ def test_large_filters_multiply_patches():
     assert step.call == "matmul" and step.dims == (1, 5 * 5, 256, 9 * 64)
     (step,) = check(late, [(None, 9, 7, 64), (3, 3, 64, 256)], unknown=3)
     assert step.call == "conv"
+
+
+@pytest.mark.parametrize("batch", [2, None])
+def test_what_requests_are_to_share_multiplies_patches(batch):
+    def block(b, x, w, scale, shift, mean, variance):
+        return relu(b, norm(b, conv(b, x, w), scale, shift, mean, variance))
+
+    (step,) = check(block, [(batch, 16, 16, 64), (3, 3, 64, 128), *[(128,)] * 4], tolerance=1e-3,
+                    target=replace(CUDA, superkernels=True))
+    assert step.call == "matmul" and step.flags == (0,) * 5
 
 
 def test_doubles_multiply_patches():

@@ -27,17 +27,17 @@ def calls_for_all_sizes(monkeypatch):
     monkeypatch.setattr(library, "FEW_ROWS", 0)
 
 
-def program_of(make, shapes, dtype="float32"):
+def program_of(make, shapes, dtype="float32", target=CUDA):
     b = Builder()
     b.origin = "node"
     params = [b.param(s, dtype, f"p{i}") for i, s in enumerate(shapes)]
     graph = b.finish([make(b, *params)])
-    return graph, compiler.lay_out(graph, CUDA)[0]  # not from the disk: tests change what decides
+    return graph, compiler.lay_out(graph, target)[0]  # not from the disk: tests change what decides
 
 
-def check(make, shapes, dtype="float32", unknown=5, tolerance=1e-4):
+def check(make, shapes, dtype="float32", unknown=5, tolerance=1e-4, target=CUDA):
     """The library steps of a program, after its results were compared."""
-    graph, program = program_of(make, shapes, dtype)
+    graph, program = program_of(make, shapes, dtype, target)
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal([unknown if d is None else d for d in s]).astype(DTYPES[dtype].numpy) for s in shapes]
     for got, want in zip(host.run(program, inputs), interp.run(graph, inputs), strict=True):
