@@ -118,12 +118,14 @@ std::unique_ptr<CudaDevice> CudaDevice::Make(const cuda::Driver& driver, cuda::C
     device->lanes_.emplace_back().streams =
         cuda::LaneStreams::Make(driver, best_effort ? least : greatest, device->events_, error);
   }
+  if (error->empty()) device->callers_.streams = cuda::LaneStreams::Make(driver, greatest, device->events_, error);
   return error->empty() ? std::move(device) : nullptr;
 }
 
 CudaDevice::~CudaDevice() {
   cuda::ScopedContext scope(driver_, context_);
   lanes_.clear();
+  callers_ = {};
   tables_.clear();
   merge_memory_.Clear();
 }
@@ -158,7 +160,10 @@ struct CudaDevice::UnderWay : Device::Ticket {
     return static_cast<double>(ms) * 1000;
   }
 
-  bool Ended() override { return !end || device->driver_.EventQuery(end.get()) != cuda::kNotReady; }
+  bool Ended() override {
+    cuda::ScopedContext scope(device->driver_, device->context_);
+    return !end || device->driver_.EventQuery(end.get()) != cuda::kNotReady;
+  }
 
   // Looks again and again for a while, then less often: a driver that blocks wakes up late.
   cuda::Result WaitForEnd() const {
@@ -205,12 +210,34 @@ std::string CudaDevice::WaitFor(cuda::Stream stream, size_t lane, const CudaRequ
   return result ? cuda::Failed(driver_, result, "waiting for a request's inputs") : "";
 }
 
-std::unique_ptr<Device::Ticket> CudaDevice::RanAlone(const CudaRequest& request, cuda::Stream stream) {
+std::unique_ptr<Device::Ticket> CudaDevice::RunAlone(const CudaRequest& request, cuda::Stream stream,
+                                                     const std::function<std::string()>& launch, std::string* error) {
   cuda::ScopedContext scope(driver_, context_);
   auto under_way = std::make_unique<UnderWay>(this);
+  under_way->held.push_back(request.plan);
   under_way->begin = request.inputs;
+  if (!ReplayAlone(request, stream, under_way.get(), error)) *error = launch();
   under_way->end = events_->Record(stream);
-  return under_way->end ? std::move(under_way) : nullptr;
+  if (error->empty() && !under_way->end) *error = "an event cannot be recorded";
+  return error->empty() ? std::move(under_way) : nullptr;
+}
+
+// By a graph that is at hand: the plan's, where it holds these addresses, or that of a pack of one, which takes any.
+// False when nothing was enqueued: there is none, or it is time that the plan makes one.
+bool CudaDevice::ReplayAlone(const CudaRequest& request, cuda::Stream stream, UnderWay* under_way, std::string* error) {
+  if (!request.graphs || !request.ready->has_graphs()) return false;
+  if (request.ready->Replay(request.memory, request.workspace, stream, error)) return true;
+  const CudaWork& work = *request.cuda_work;
+  if (!work.worth_packing || work.work->units.size() > 1) return false;
+  cuda::NoTuning no_tuning(true);
+  std::vector<CudaRequest*> one{const_cast<CudaRequest*>(&request)};
+  std::string why_not;
+  Pack* pack = PackFor(one, 0, &callers_, &why_not);
+  if (pack) why_not = pack->Prepare();
+  if (why_not.empty()) why_not = CopyTable(one, *pack, callers_.streams.get(), stream, under_way);
+  if (!why_not.empty()) return false;
+  *error = pack->RunOn(stream);
+  return true;
 }
 
 std::unique_ptr<Device::Ticket> CudaDevice::Between(size_t index, const std::vector<Request*>& requests, Held held,
@@ -256,16 +283,22 @@ std::string CudaDevice::Enqueue(Lane* lane, std::vector<Member>* members, UnderW
   std::vector<CudaRequest*> requests;
   for (Member& m : *members) requests.push_back(static_cast<CudaRequest*>(m.request));
   size_t unit = members->front().unit;
-  if (unit == 0 && requests.size() == 1) return EnqueueWhole(lane, &members->front());
+  std::string error;
+  if (unit == 0 && requests.size() == 1) {
+    CudaRequest& r = *requests[0];
+    bool replayed = r.graphs && r.ready->Replay(r.memory, r.workspace, lane->streams->main(), &error);
+    if (replayed) return members->front().count = r.work->units.size(), error;
+    if (!r.cuda_work->worth_packing) return EnqueueWhole(lane, &members->front());
+  }
   bool started = false;
-  std::string error = EnqueuePacked(requests, unit, lane, under_way, &started);
+  error = EnqueuePacked(requests, unit, lane, under_way, &started);
   if (error.empty() || started) return error;
   cuda::Note("tf_stitch: requests run without superkernels: " + error + ".");
   for (Member& m : *members) m.apart = true;
   return EnqueueApart(requests, unit, lane);
 }
 
-// All of a request, by its plan's own graph.
+// All of a request, by its plan.
 std::string CudaDevice::EnqueueWhole(Lane* lane, Member* member) {
   auto& r = static_cast<CudaRequest&>(*member->request);
   member->count = r.work->units.size();
@@ -276,28 +309,37 @@ std::string CudaDevice::EnqueueWhole(Lane* lane, Member* member) {
 // `started` says whether anything was enqueued.
 std::string CudaDevice::EnqueuePacked(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane,
                                       UnderWay* under_way, bool* started) {
-  const CudaWork& work = *requests[0]->cuda_work;
+  std::string error;
+  Pack* pack = PackFor(requests, unit, lane, &error);
+  if (pack) error = CopyTable(requests, *pack, lane->streams.get(), lane->streams->main(), under_way);
+  if (!error.empty()) return error;
+  *started = true;
+  return pack->Run();
+}
+
+// The lane's pack for so many requests; null with the reason in `error`.
+Pack* CudaDevice::PackFor(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane, std::string* error) {
+  const CudaRequest& first = *requests[0];
+  const CudaWork& work = *first.cuda_work;
   uint64_t cluster = work.work->units[unit].cluster;
+  if (Pack* found = lane->packs.Find(cluster, requests.size())) return found;
+  std::unique_ptr<Pack> made = Pack::Make(work.launches, work.begin[unit], work.begin[unit + 1], requests.size(),
+                                          first.ready->code(), first.graphs, lane->streams.get(), error);
+  return made ? lane->packs.Keep(cluster, requests.size(), std::move(made)) : nullptr;
+}
+
+// Writes the requests' table and enqueues its copy.  "" or the error: nothing was enqueued then.
+std::string CudaDevice::CopyTable(const std::vector<CudaRequest*>& requests, const Pack& pack, cuda::LaneStreams* lane,
+                                  cuda::Stream stream, UnderWay* under_way) {
   std::vector<PackMember> members;
   for (const CudaRequest* r : requests) members.push_back({&r->cuda_work->launches, r->memory});
-  Pack* pack = lane->packs.Find(cluster, members.size());
-  if (!pack) {
-    const CudaRequest& first = *requests[0];
-    std::string error;
-    std::unique_ptr<Pack> made = Pack::Make(work.launches, work.begin[unit], work.begin[unit + 1], members.size(),
-                                            first.ready->code(), first.graphs, lane->streams.get(), &error);
-    if (!made) return error;
-    pack = lane->packs.Keep(cluster, members.size(), std::move(made));
-  }
-  under_way->table = Table(pack->table_bytes());
-  if (under_way->table->bytes() < pack->table_bytes()) {
+  under_way->table = Table(pack.table_bytes());
+  if (under_way->table->bytes() < pack.table_bytes()) {
     under_way->table.reset();
     return "there is no memory for their tables";
   }
-  pack->Fill(members, under_way->table->words());
-  *started = true;
-  std::string error = lane->streams->CopyTable(under_way->table->words(), pack->table_bytes());
-  return error.empty() ? pack->Run() : error;
+  pack.Fill(members, under_way->table->words());
+  return lane->CopyTable(under_way->table->words(), pack.table_bytes(), stream);
 }
 
 // Needs no memory: one request after the other.

@@ -74,8 +74,10 @@ class CudaDevice : public Device {
   // An event on a stream of the context's; null when the driver fails.
   std::shared_ptr<cuda::EventTag> Record(cuda::Stream stream);
 
-  // The ticket of a request that its caller enqueued on `stream` after its `inputs`; null when the driver fails.
-  std::unique_ptr<Ticket> RanAlone(const CudaRequest& request, cuda::Stream stream);
+  // Enqueues a request on its caller's stream, after its `inputs`; one at a time.  Where no graph is at hand that holds
+  // its addresses, `launch` may be called, which does it.  Null with the reason in `error` when it cannot be run.
+  std::unique_ptr<Ticket> RunAlone(const CudaRequest& request, cuda::Stream stream,
+                                   const std::function<std::string()>& launch, std::string* error);
 
  private:
   struct UnderWay;
@@ -96,6 +98,10 @@ class CudaDevice : public Device {
   static std::string EnqueueWhole(Lane* lane, Member* member);
   std::string EnqueuePacked(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane, UnderWay* under_way,
                             bool* started);
+  static Pack* PackFor(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane, std::string* error);
+  std::string CopyTable(const std::vector<CudaRequest*>& requests, const Pack& pack, cuda::LaneStreams* lane,
+                        cuda::Stream stream, UnderWay* under_way);
+  bool ReplayAlone(const CudaRequest& request, cuda::Stream stream, UnderWay* under_way, std::string* error);
   static std::string EnqueueApart(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane);
   std::shared_ptr<cuda::HostTable> Table(size_t bytes);
 
@@ -104,6 +110,7 @@ class CudaDevice : public Device {
   std::string name_;
   std::shared_ptr<cuda::EventPool> events_;
   std::vector<Lane> lanes_;
+  Lane callers_;  // of requests that run alone, on their callers' streams
   std::mutex mu_;
   std::vector<std::shared_ptr<cuda::HostTable>> tables_;
   MergeMemory merge_memory_;

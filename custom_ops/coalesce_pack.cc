@@ -101,22 +101,25 @@ std::string Pack::Run() {
       cuda::Note("tf_stitch: superkernels run without CUDA graphs: " + error + ".");
     }
   }
-  if (!graph_) return list_.Enqueue();
-  cuda::Result result = driver_.GraphLaunch(graph_, lane_->main());
-  return result ? cuda::Describe(driver_, result) + " while launching the graph of a superkernel" : "";
+  return graph_ ? RunOn(lane_->main()) : list_.Enqueue();
+}
+
+std::string Pack::RunOn(cuda::Stream stream) {
+  cuda::Result result = driver_.GraphLaunch(graph_, stream);
+  return result ? cuda::Failed(driver_, result, "launching the graph of a superkernel") : "";
 }
 
 std::string Pack::Record() {
-  auto failed = [&](cuda::Result result, const char* doing) { return cuda::Describe(driver_, result) + doing; };
+  auto failed = [&](cuda::Result result, const char* doing) { return cuda::Failed(driver_, result, doing); };
   cuda::Result result = driver_.StreamBeginCapture(lane_->main(), cuda::kCaptureRelaxed);
-  if (result) return failed(result, " while starting a capture");
+  if (result) return failed(result, "starting a capture");
   std::string error = list_.Enqueue();
   cuda::Graph graph = nullptr;
   result = driver_.StreamEndCapture(lane_->main(), &graph);
-  if (error.empty() && result) error = failed(result, " while ending a capture");
+  if (error.empty() && result) error = failed(result, "ending a capture");
   if (error.empty()) {
     result = driver_.GraphInstantiate(&graph_, graph, 0);
-    if (result) graph_ = nullptr, error = failed(result, " while instantiating a graph");
+    if (result) graph_ = nullptr, error = failed(result, "instantiating a graph");
   }
   if (graph) driver_.GraphDestroy(graph);
   return error;

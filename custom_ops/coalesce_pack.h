@@ -58,8 +58,12 @@ class Pack {
   // Writes the words of `count` members.
   void Fill(const std::vector<PackMember>& members, uint64_t* table) const;
 
-  // Enqueues the launches; the first run does so one by one, later ones as a graph.  "" or what failed.
+  // Enqueues the launches on the lane; the first run does so one by one, later ones as a graph.  "" or what failed.
   std::string Run();
+
+  // Records the graph, so that they can run on a stream that is no lane's.  "" or why it cannot be.
+  std::string Prepare() { return graph_ ? "" : Record(); }
+  std::string RunOn(cuda::Stream stream);
 
  private:
   Pack(const cuda::Driver& driver, cuda::LaneStreams* lane, size_t begin, size_t count, bool graphs)

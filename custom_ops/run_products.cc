@@ -74,7 +74,7 @@ class Runner {
       words[at + array] = reinterpret_cast<uint64_t>(p.rhs);
       words[at + 2 * array] = reinterpret_cast<uint64_t>(p.out);
     }
-    std::string error = lane_->CopyTable(words, list_->table_bytes());
+    std::string error = lane_->CopyTable(words, list_->table_bytes(), lane_->main());
     return error.empty() ? list_->Enqueue() : error;
   }
 

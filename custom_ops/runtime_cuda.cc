@@ -259,8 +259,7 @@ std::string CudaPlan::Run(void* const* memory, void* workspace, cuda::Stream str
   if (!graphs || !graphs_ || observe || driver.StreamIsCapturing(stream, &capturing) || capturing) {
     return LaunchAll(memory, workspace, stream, observe);
   }
-  std::vector<void*> addresses(memory, memory + program_.buffers.size());
-  addresses.push_back(workspace);
+  std::vector<void*> addresses = Addresses(memory, workspace);
   {
     std::lock_guard<std::mutex> lock(mu_);
     bool usable = false;
@@ -271,28 +270,54 @@ std::string CudaPlan::Run(void* const* memory, void* workspace, cuda::Stream str
       usable = false;
       *note = error;
     }
-    if (usable) {
-      ++GlobalCounters().graph_launches;
-      cuda::Result result = driver.GraphLaunch(instances_.front().exec, stream);
-      return result ? cuda::Failed(driver, result, "launching the graph of '" + program_.name + "'") : "";
-    }
+    if (usable) return LaunchFront(stream);
   }
   return LaunchAll(memory, workspace, stream, observe);
 }
 
+bool CudaPlan::Replay(void* const* memory, void* workspace, cuda::Stream stream, std::string* error) {
+  cuda::ScopedContext scope(code_->driver(), code_->context());
+  std::lock_guard<std::mutex> lock(mu_);
+  if (!graphs_ || !Find(Addresses(memory, workspace))) return false;
+  *error = LaunchFront(stream);
+  return true;
+}
+
+bool CudaPlan::has_graphs() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return !instances_.empty();
+}
+
 // --- graphs ------------------------------------------------------------------------------------------
+
+// What tells runs apart: the address of every buffer, then the workspace's.
+std::vector<void*> CudaPlan::Addresses(void* const* memory, void* workspace) const {
+  std::vector<void*> addresses(memory, memory + program_.buffers.size());
+  addresses.push_back(workspace);
+  return addresses;
+}
+
+// The instance with these addresses, which comes to the front; null when there is none.
+CudaPlan::Instance* CudaPlan::Find(const std::vector<void*>& memory) {
+  auto found =
+      std::find_if(instances_.begin(), instances_.end(), [&](const Instance& i) { return i.memory == memory; });
+  if (found == instances_.end()) return nullptr;
+  misses_ = 0;
+  instances_.splice(instances_.begin(), instances_, found);
+  return &instances_.front();
+}
+
+std::string CudaPlan::LaunchFront(cuda::Stream stream) {
+  ++GlobalCounters().graph_launches;
+  cuda::Result result = code_->driver().GraphLaunch(instances_.front().exec, stream);
+  return result ? cuda::Failed(code_->driver(), result, "launching the graph of '" + program_.name + "'") : "";
+}
 
 // Brings the instance with these addresses to the front of instances_; leaves `usable` false when it is better to
 // launch without a graph this time.
 std::string CudaPlan::Readdress(const std::vector<void*>& memory, bool* usable) {
-  auto found =
-      std::find_if(instances_.begin(), instances_.end(), [&](const Instance& i) { return i.memory == memory; });
   *usable = true;
-  if (found != instances_.end()) {
-    misses_ = 0;
-    instances_.splice(instances_.begin(), instances_, found);
-    return "";
-  }
+  if (Find(memory)) return "";
   size_t hash = HashOf(memory);
   bool again = std::find(seen_.begin(), seen_.end(), hash) != seen_.end();
   if (!again && ++misses_ <= kMissesBeforeUpdates) {

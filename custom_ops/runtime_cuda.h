@@ -86,6 +86,10 @@ class CudaPlan : public PlanExtra {
   std::string Run(void* const* memory, void* workspace, cuda::Stream stream, bool graphs, const Observe* observe,
                   std::string* note);
 
+  // Replays a graph that holds these addresses.  False, and nothing was enqueued, when there is none; `error` as above.
+  bool Replay(void* const* memory, void* workspace, cuda::Stream stream, std::string* error);
+  bool has_graphs();  // whether some addresses came again
+
   // Launches, in order, and what superkernels need of them (coalesce_cuda.h).  Each is a step that has work, or the
   // steps of a grid, of which step() is the first.
   size_t launches() const { return launches_.size(); }
@@ -138,6 +142,9 @@ class CudaPlan : public PlanExtra {
   std::string ClearCounters(int64_t at, size_t bytes, void* workspace, cuda::Stream stream) const;
   std::string LaunchAll(void* const* memory, void* workspace, cuda::Stream stream, const Observe* observe) const;
 
+  std::vector<void*> Addresses(void* const* memory, void* workspace) const;
+  Instance* Find(const std::vector<void*>& memory);
+  std::string LaunchFront(cuda::Stream stream);
   std::string MakeGraph(const std::vector<void*>& memory);
   std::string NewInstance(const std::vector<void*>& memory);
   std::string Update(Instance* instance, const std::vector<void*>& memory, bool fresh);

@@ -183,10 +183,12 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
         held ? Coalesce(coalescer, held, plan, workspace, stream, done) : Coalescer::Taken::kStopped;
     if (taken == Coalescer::Taken::kHeld) return Ended::kLater;
     std::string note;
-    error = Launch(ready, memory.addresses.data(), workspace, stream, &note);
+    auto launch = [&] { return Launch(ready, memory.addresses.data(), workspace, stream, &note); };
     if (taken == Coalescer::Taken::kAlone) {
       auto& device = static_cast<CudaDevice&>(coalescer->device());
-      coalescer->RanAlone(error.empty() ? device.RanAlone(*held, stream) : nullptr);
+      coalescer->RanAlone(device.RunAlone(*held, stream, launch, &error));
+    } else {
+      error = launch();
     }
     if (!note.empty()) {
       WarnOnce("tf_stitch: node '" + name() + "' runs without CUDA graphs: " + note + ".");

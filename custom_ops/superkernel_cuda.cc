@@ -72,10 +72,10 @@ LaneStreams::~LaneStreams() {
   if (table_) driver_.MemFree(table_);
 }
 
-std::string LaneStreams::CopyTable(const void* from, size_t bytes) {
+std::string LaneStreams::CopyTable(const void* from, size_t bytes, Stream stream) {
   if (!bytes) return "";
   if (bytes > kTableBytes) return "a superkernel's table is too large";
-  Result result = driver_.MemcpyHtoDAsync(table_, from, bytes, main());
+  Result result = driver_.MemcpyHtoDAsync(table_, from, bytes, stream);
   return result ? Failed(driver_, result, "copying a superkernel's table") : "";
 }
 

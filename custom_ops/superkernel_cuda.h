@@ -46,9 +46,9 @@ class LaneStreams {
 
   Stream main() const { return streams_[0]; }
 
-  // Enqueues the copy of a table to where the lane's launches find it; what main() has may still read the table before
-  // it.  "" or the error.
-  std::string CopyTable(const void* from, size_t bytes);
+  // Enqueues the copy of a table to where the lane's launches find it, on the stream that they are on: what was
+  // enqueued before may still read the last table.  "" or the error.
+  std::string CopyTable(const void* from, size_t bytes, Stream stream);
   char* table() const { return static_cast<char*>(table_); }
 
   // Sees to it that each of `count` pieces of work side by side has a workspace.  "" or the error.

@@ -3,7 +3,8 @@
     python -m models.tenants [--kinds bert,dlrm] [--each 2] [--threads 1,4,16] [--seconds 1] [--options JSON ...]
                              [--prepared DIR] [--out DIR]
 
-Writes h200_tenants.json: rows {policy, options, threads, requests_per_s, p50_ms, p99_ms, coalescing_factor, wrong}.
+Writes h200_tenants.json: rows {policy, options, threads, requests_per_s, coalescing_factor, wrong, by_kind: {kind:
+{requests_per_s, p50_ms, p99_ms}}}.
 Policies: "tensorflow" (the models as they are), "stitched" (each request its own launches or CUDA graph, on
 TensorFlow's stream) and "superkernel" (through the scheduler, once with each of the given options).  Every tenant has
 weights of its own; tenants of one kind are equal but for those.  Answers are compared with TensorFlow's.
@@ -46,6 +47,7 @@ class Tenant:
         config.experimental.session_metadata.name = model.client.name
         config.gpu_options.allow_growth = True
         self._session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
+        self.kind = model.client.name.rsplit("_", 1)[0]
         folder = model.copies.get(policy, model.folder)
         with self._session.graph.as_default():
             loaded = tf.compat.v1.saved_model.load(self._session, ["serve"], os.fspath(folder))
@@ -113,12 +115,18 @@ def load(served: Sequence[Tenant], threads: int, seconds: float) -> dict[str, An
         w.join()
     taken = time.perf_counter() - begin
     after = _counts()
-    ms = np.concatenate([np.array(each) for each in latencies]) * 1e3
     superkernels = after[0] - before[0]
-    p50, p99 = (round(float(np.percentile(ms, q)), 3) for q in (50, 99))
-    return {"threads": threads, "requests_per_s": round(len(ms) / taken, 1), "p50_ms": p50, "p99_ms": p99,
-            "wrong": sum(wrong),
-            "coalescing_factor": round((after[1] - before[1]) / superkernels, 2) if superkernels else None}
+    kinds: dict[str, list[float]] = {}
+    for t, each in enumerate(latencies):
+        kinds.setdefault(served[t % len(served)].kind, []).extend(each)
+    return {"threads": threads, "requests_per_s": round(sum(map(len, latencies)) / taken, 1), "wrong": sum(wrong),
+            "coalescing_factor": round((after[1] - before[1]) / superkernels, 2) if superkernels else None,
+            "by_kind": {k: _figures(v, taken) for k, v in kinds.items()}}
+
+
+def _figures(seconds: Sequence[float], taken: float) -> dict[str, float]:
+    p50, p99 = (round(float(np.percentile(seconds, q)) * 1e3, 3) for q in (50, 99))
+    return {"requests_per_s": round(len(seconds) / taken, 1), "p50_ms": p50, "p99_ms": p99}
 
 
 def measure(models: Sequence[Model], policy: str, variants: Sequence[dict[str, Any] | None], threads: Sequence[int],

@@ -9,6 +9,23 @@
 
 namespace {
 
+std::atomic<int> g_alone{0};  // requests that their callers ran
+
+// What a caller does that may have to run its request.
+void Submit(Coalescer* coalescer, CudaDevice* device, const std::shared_ptr<Run>& run, cuda::Stream stream,
+            bool may_run) {
+  Coalescer::Taken taken = coalescer->Submit(run, may_run);
+  Must(taken != Coalescer::Taken::kStopped, "the coalescer has stopped");
+  if (taken == Coalescer::Taken::kHeld) return;
+  std::string error, note;
+  auto launch = [&] { return run->ready->Run(run->memory, run->workspace, stream, run->graphs, nullptr, &note); };
+  coalescer->RanAlone(device->RunAlone(*run, stream, launch, &error));
+  Must(error.empty() && note.empty(), error + note);
+  cuda::g_gpu->Synchronize();
+  run->Done(Outcome::kCompleted, "");
+  ++g_alone;
+}
+
 void Serve(const std::deque<Model>& models, int lanes, uint64_t seed) {
   const cuda::Driver& driver = *cuda::LoadDriver(nullptr);
   std::string error;
@@ -40,7 +57,7 @@ void Serve(const std::deque<Model>& models, int lanes, uint64_t seed) {
       for (size_t i = 0; i < kEach; ++i) {
         runs[t][i]->Upload(streams[t]);
         runs[t][i]->inputs = device->Record(streams[t]);
-        Must(coalescer.Submit(runs[t][i]) == Coalescer::Taken::kHeld, "the coalescer has stopped");
+        Submit(&coalescer, device, runs[t][i], streams[t], /*may_run=*/t % 2 == 0);
         if ((cancel >> (4 * i)) % 8 == 0) coalescer.Cancel(runs[t][i].get());
       }
     });
@@ -60,6 +77,30 @@ void Serve(const std::deque<Model>& models, int lanes, uint64_t seed) {
   Must(completed > kThreads * kEach / 2, "too few requests complete");
 }
 
+// Requests that find nothing held: their callers run them, by the plan's launches, then by graphs of any addresses.
+void ServeOneByOne(const std::deque<Model>& models, uint64_t seed) {
+  std::string error;
+  std::unique_ptr<CudaDevice> owned = CudaDevice::Make(*cuda::LoadDriver(nullptr), nullptr, 2, &error);
+  Must(owned != nullptr, error);
+  CudaDevice* device = owned.get();
+  Coalescer coalescer({}, std::move(owned), "");
+  std::mt19937_64 rng(seed);
+  cuda::Stream stream;
+  cuda::LoadDriver(nullptr)->StreamCreateWithPriority(&stream, 0, 0);
+  std::vector<std::shared_ptr<Run>> runs;  // all live, so that no addresses come again
+  for (size_t i = 0; i < 12 * models.size(); ++i) {
+    runs.push_back(std::make_shared<Run>(models[i % models.size()], &rng));
+    runs.back()->want = runs.back()->Alone(stream);
+    runs.back()->Upload(stream);
+    runs.back()->inputs = device->Record(stream);
+    int before = g_alone;
+    Submit(&coalescer, device, runs.back(), stream, /*may_run=*/true);
+    Must(g_alone == before + 1, "a request that finds nothing held is held");
+  }
+  coalescer.Stop();
+  cuda::LoadDriver(nullptr)->StreamDestroy(stream);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -73,6 +114,12 @@ int main(int argc, char** argv) {
     for (int i = 2; i < argc; ++i) {
       for (int64_t n : {3, 5}) models.emplace_back(argv[i], n);
     }
+    int replays = gpu.replays, packed_before = gpu.packed, launches_before = gpu.launches;
+    ServeOneByOne(models, seed);
+    Must(gpu.replays > replays && (gpu.packed > packed_before) == with_many,
+         "requests alone use no graphs of any addresses");
+    gpu.packed = packed_before;
+    gpu.launches = launches_before;
     for (int lanes : {1, 3}) Serve(models, lanes, seed + static_cast<uint64_t>(lanes));
     cuda::g_has_memory = false;  // for tables
     int packed = gpu.packed, launches = gpu.launches;
@@ -83,5 +130,6 @@ int main(int argc, char** argv) {
   }
   Must(gpu.alive == 0, "device memory, streams or events are left over");
   Must(gpu.packed > gpu.launches / 4, "little was packed");
-  printf("%d launches, %d problems packed\n", gpu.launches.load(), gpu.packed.load());
+  Must(g_alone > 0, "no request ran alone");
+  printf("%d launches, %d problems packed, %d requests alone\n", gpu.launches.load(), gpu.packed.load(), g_alone.load());
 }
