@@ -131,5 +131,6 @@ int main(int argc, char** argv) {
   Must(gpu.alive == 0, "device memory, streams or events are left over");
   Must(gpu.packed > gpu.launches / 4, "little was packed");
   Must(g_alone > 0, "no request ran alone");
-  printf("%d launches, %d problems packed, %d requests alone\n", gpu.launches.load(), gpu.packed.load(), g_alone.load());
+  printf("%d launches, %d problems packed, %d requests alone\n", gpu.launches.load(), gpu.packed.load(),
+         g_alone.load());
 }
