@@ -80,7 +80,8 @@ void Serve(const std::deque<Model>& models, int lanes, uint64_t seed) {
 // Requests that find nothing held: their callers run them, by the plan's launches, then by graphs of any addresses.
 void ServeOneByOne(const std::deque<Model>& models, uint64_t seed) {
   std::string error;
-  std::unique_ptr<CudaDevice> owned = CudaDevice::Make(*cuda::LoadDriver(nullptr), nullptr, 2, &error);
+  std::unique_ptr<CudaDevice> owned =
+      CudaDevice::Make(*cuda::LoadDriver(nullptr), nullptr, 2, /*merge_bytes=*/0, &error);
   Must(owned != nullptr, error);
   CudaDevice* device = owned.get();
   Coalescer coalescer({}, std::move(owned), "");
