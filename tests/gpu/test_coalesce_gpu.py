@@ -20,6 +20,7 @@ from tf_stitch.program.program import LibraryStep
 pytestmark = pytest.mark.gpu
 
 DEPTH, WIDTH, ROWS = 6, 512, 96
+DEEP = 24  # layers that keep the device busy for longer than TensorFlow needs for a turn of sixteen clients
 TURNS = 25  # requests that a client sends without Python in between
 
 
@@ -32,12 +33,12 @@ def layers(x, *weights):
 
 
 @functools.cache
-def rewritten(rows: int | None):
+def rewritten(rows: int | None, depth: int = DEPTH):
     """The layers as a stitched graph whose kernels can take many requests; weights are its arguments.
 
     Where the number of rows is known and large, products are library calls; else kernels compute them.
     """
-    specs = [tf.TensorSpec([rows, WIDTH]), *[tf.TensorSpec([WIDTH, WIDTH]), tf.TensorSpec([WIDTH])] * DEPTH]
+    specs = [tf.TensorSpec([rows, WIDTH]), *[tf.TensorSpec([WIDTH, WIDTH]), tf.TensorSpec([WIDTH])] * depth]
     with tf.device("/GPU:0"):
         concrete = tf.function(layers, autograph=False).get_concrete_function(*specs)
     options = tf_stitch.Options(target="cuda:sm_90", superkernels=True)
@@ -45,7 +46,7 @@ def rewritten(rows: int | None):
     programs = [serialize.loads(n.attr["program"].s) for n in stitched.node if n.op == "StitchedProgram"]
     calls = [s for p in programs for s in p.steps if isinstance(s, LibraryStep)]
     assert programs and bool(calls) == (rows is not None)
-    return stitched, [t.name for t in concrete.inputs], [t.name for t in concrete.outputs], rows
+    return stitched, [t.name for t in concrete.inputs], [t.name for t in concrete.outputs], rows, depth
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +58,14 @@ class Tenant:
     """A session of its own with weights of its own, which stay on the device."""
 
     def __init__(self, graph, name: str, seed: int):
-        definition, inputs, outputs, rows = graph
+        definition, inputs, outputs, rows, depth = graph
         rng = np.random.default_rng(seed)
         config = tf.compat.v1.ConfigProto()
         config.experimental.session_metadata.name = name
         config.gpu_options.allow_growth = True
         with tf.Graph().as_default() as g, tf.device("/GPU:0"):
             self.x = tf.compat.v1.placeholder(tf.float32, [rows, WIDTH])
-            shapes = [[WIDTH, WIDTH], [WIDTH]] * DEPTH
+            shapes = [[WIDTH, WIDTH], [WIDTH]] * depth
             weights = [tf.compat.v1.Variable(rng.standard_normal(s).astype(np.float32) / 16, use_resource=True)
                        for s in shapes]
             names = [n.split(":")[0] for n in inputs]
@@ -123,7 +124,7 @@ def test_many_tenants_of_one_model(rows):
 
 
 def test_sixteen_clients_of_four_tenants_of_two_models_share_launches():
-    tenants = [Tenant(rewritten(rows), f"client_of_{rows}_{i}", i) for rows in (None, ROWS) for i in range(2)]
+    tenants = [Tenant(rewritten(rows, DEEP), f"client_of_{rows}_{i}", i) for rows in (None, ROWS) for i in range(2)]
     xs = [np.random.default_rng(i).standard_normal((ROWS, WIDTH)).astype(np.float32) for i in range(2)]
     cases = [(t, x, t.session.run(t.last, {t.x: x})) for t in tenants for x in xs]
     with coalescing():
