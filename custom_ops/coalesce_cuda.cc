@@ -59,7 +59,7 @@ double CostUs(const Program& program, const Plan& plan, size_t step) {
 
 }  // namespace
 
-CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready)
+CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready, bool may_pack)
     : mergeable(program, plan, ready.tf32() ? "cuda tf32" : "cuda") {
   std::vector<std::string> texts;
   std::string all;
@@ -75,7 +75,7 @@ CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& rea
   }
   uint64_t number = Interned(all);
   // Where some cannot be shared, each request's own graph is cheaper than launches one by one between superkernels.
-  worth_packing = packed == ready.launches();
+  worth_packing = may_pack && packed == ready.launches();
   auto made = std::make_shared<Work>();
   for (size_t first = 0; first < ready.launches();) {
     size_t end = worth_packing ? std::min(first + kLaunchesPerUnit, ready.launches()) : ready.launches();

@@ -28,7 +28,8 @@ constexpr size_t kLaunchesWorthHolding = 4;
 // have equal clusters: their requests are packed launch by launch.  A plan with little that can be packed is one unit,
 // whose requests run side by side.
 struct CudaWork : PlanExtra {
-  CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready);
+  // Without `may_pack` requests share no launches: a product's sums may be added in another order for more of them.
+  CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready, bool may_pack = true);
 
   std::shared_ptr<const Work> work;
   std::vector<size_t> begin;  // by unit: its first launch; then the number of launches

@@ -223,7 +223,9 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
                             const std::shared_ptr<const Plan>& plan, void* workspace, cuda::Stream stream,
                             DoneCallback* done) {
     auto* ready = static_cast<CudaPlan*>(plan->extra.get());
-    std::call_once(plan->work_once, [&] { plan->work = std::make_unique<CudaWork>(node_.program(), *plan, *ready); });
+    std::call_once(plan->work_once, [&] {
+      plan->work = std::make_unique<CudaWork>(node_.program(), *plan, *ready, !tensorflow::OpDeterminismRequired());
+    });
     const auto* work = static_cast<const CudaWork*>(plan->work.get());
     held->program = &node_.program();
     held->plan = plan;

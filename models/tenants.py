@@ -140,7 +140,7 @@ def measure(models: Sequence[Model], policy: str, variants: Sequence[dict[str, A
                 for tenant in served:
                     for i in range(4):
                         tenant(i)
-                load(served, max(threads), seconds / 2)  # times are measured and graphs are made
+                load(served, max(threads), 2 * seconds)  # times are measured and graphs are made
                 for count in threads:
                     row = {"policy": policy, "options": options, **load(served, count, seconds)}
                     rows.append(row)
