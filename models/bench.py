@@ -78,6 +78,7 @@ def _stitched(function: Function, signature: list[tf.TensorSpec]) -> Function:
 
 
 COMPILE = {"tensorflow": _tensorflow, "xla": _xla, "stitched": _stitched}
+COMPILERS = ("xla", "stitched")  # whose first call is compared; TensorFlow's is made while others may measure
 FIXED = ("xla",)  # compiled for one batch size, whatever the signature says
 
 
@@ -90,38 +91,48 @@ def runner(workload: Workload, system: str, batch: int | None, dynamic: bool) ->
 
 def run(workload: Workload, args: argparse.Namespace) -> list[bench.Row]:
     """Measures one workload on every system, for the known and for an unknown batch size, all interleaved."""
-    turns = Turns(args.turns)
-    with turns.preparing():
-        if args.turns:
-            _start_systems(args.systems)
+    turns = Turns(args.turns, args.lane)
+    for system in args.systems if args.turns else ():
+        with turns.busy():
+            _start(system)
+    with turns.busy():
         runners = {(s, d): runner(workload, s, args.batch, d) for d in args.shapes for s in args.systems
                    if not (d and s in FIXED and False in args.shapes)}
-    calls = {_label(*key): call for key, call in runners.items()}
-    with turns.measuring():
-        rows = bench.measure(workload.name, calls, rounds=args.rounds, round_s=args.round_s, started=_Rewrites(),
-                             quiet=turns.quiet)
-        good = {key: call for key, call in runners.items() if not rows[_label(*key)].note}
-        results = {} if args.no_errors else {key: call.results() for key, call in good.items()}
-        for key in good if args.profile else ():
-            _print_profile(workload, key, args)
+    rows = {_label(*key): bench.Row(workload.name, _label(*key)) for key in runners}
+    plain, compiled = ({_label(*key): call for key, call in runners.items() if (key[0] in COMPILERS) is wanted}
+                       for wanted in (False, True))
+    good: dict[str, bench.Call] = {}
+    with turns.busy():
+        good |= bench.first_calls(rows, plain)
+    with turns.lane():
+        note = _Rewrites()
+        for name, call in compiled.items():
+            with turns.busy():
+                good |= bench.first_calls(rows, {name: call}, note)
+        with turns.quiet():
+            bench.observe(rows, {name: good[name] for name in rows if name in good}, args.rounds, args.round_s)
+        with turns.busy():
+            working = {key: call for key, call in runners.items() if _label(*key) in good}
+            results = {} if args.no_errors else {key: call.results() for key, call in working.items()}
+            for key in working if args.profile else ():
+                _print_profile(workload, key, args)
     for key in runners:
         rows[_label(*key)].system, rows[_label(*key)].dynamic = key
-    with turns.preparing():
+    with turns.busy():
         wanted = reference.read(reference.path_of(args.reference, workload.name), "output") if results else []
         for key, found in results.items():
             rows[_label(*key)].max_rel_error = bench.max_rel_error(found, wanted)
     return _in_order(list(rows.values()), args)
 
 
-def _start_systems(systems: Sequence[str]) -> None:
+def _start(system: str) -> None:
     """What the first call of any function in a process loads is not in the first workload's compile time."""
     def small(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
         y = tf.nn.conv2d(x, w, 1, "SAME")
         return tf.nn.softmax(tf.linalg.matmul(y, y, transpose_b=True))
 
     given = tf.ones([1, 8, 8, 4]), tf.ones([3, 3, 4, 4])
-    for system in systems:
-        bench.finish(COMPILE[system](small, [tf.TensorSpec(t.shape, t.dtype) for t in given])(*given))
+    bench.finish(COMPILE[system](small, [tf.TensorSpec(t.shape, t.dtype) for t in given])(*given))
 
 
 def _print_profile(workload: Workload, key: tuple[str, bool], args: argparse.Namespace) -> None:
@@ -250,6 +261,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peaks", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rows", action="store_true", help="print the rows as JSON, one line, instead of files")
     parser.add_argument("--turns", type=Path, help="folder of locks that several benchmarks on a machine share")
+    parser.add_argument("--lane", type=int, default=0, help="with --turns: which of them share this one's cores")
     parser.add_argument("--plots", action="store_true", help="draw the results, too (PNG and SVG; needs matplotlib)")
     parser.add_argument("--name", default="", help="name of the result files (default: cpu or gpu)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")

@@ -14,6 +14,7 @@ that is known.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from xml.etree import ElementTree
 
@@ -37,7 +39,8 @@ WEIGHTS = {"tests": 1.5, "sanitize": 1.0, "kernels": 1.0, "workloads": 1.0, "mem
            "dynamic": 1.5, "restart": 1.0, "peers": 3.0}  # of the time
 PARTS = tuple(WEIGHTS)
 ROOT = Path(__file__).resolve().parents[1]
-STARTED = 4  # processes of the benchmark: starting TensorFlow takes longer than measuring most workloads
+STARTED = 2  # processes in a lane of the benchmark: starting TensorFlow takes longer than measuring most workloads
+LANE_CORES = 8  # at least, in each of two lanes
 CHUNKS, PER_CHUNK = 12, 25
 FOR_THE_LAST_S = 75  # of the tests part: for tests that run alone
 WRONG = 1e-4  # of an output's largest value, without TF32
@@ -291,17 +294,23 @@ def memory(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
 def benchmark(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
     """A row per workload and system, the batch size known and unknown; each workload in a process of its own.
 
-    Some processes live at a time: they start and prepare while one measures (:mod:`models.turns`).  The first ones
-    prepare while the float64 results are computed.
+    Some processes live at a time: two lanes compile, each on half of the cores, while others start and prepare, and
+    one alone times calls (:mod:`models.turns`).  Nothing compiles while the float64 results are computed.
     """
     from .turns import Turns
     from .workloads import select
 
     done = Record(args.out / "bench.json").steps
     names = [w.name for w in select(args.workloads) if w.name not in done]
-    pool = ThreadPoolExecutor(STARTED)
-    with Turns(args.scratch / "turns").measuring():
-        jobs = {name: pool.submit(_rows_of, name, args) for name in names}
+    count = len(_lanes())
+    free = SimpleQueue[int]()
+    for k in range(STARTED * count):
+        free.put(k % count)
+    pool = ThreadPoolExecutor(STARTED * count)
+    with contextlib.ExitStack() as stack:
+        for lane in range(count):
+            stack.enter_context(Turns(args.scratch / "turns", lane).lane())
+        jobs = {name: pool.submit(_rows_of, name, free, args) for name in names}
         reference.compute(args.scratch / "reference", names)
         if "layernorm" in names:
             yield "copy bandwidth", _copy_bandwidth
@@ -310,21 +319,39 @@ def benchmark(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]
     pool.shutdown(cancel_futures=True)
 
 
-def _rows_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The rows of a workload, and the load of the machine before."""
+def _lanes() -> list[list[int]]:
+    """The cores of each lane of the benchmark."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    return [cores[:half], cores[half:]] if half >= LANE_CORES else [cores]
+
+
+def _rows_of(name: str, free: SimpleQueue[int], args: argparse.Namespace) -> dict[str, Any]:
+    """The rows of a workload, measured in a lane that has room for its process."""
+    lane = free.get()
+    try:
+        return _rows_in(lane, name, args)
+    finally:
+        free.put(lane)
+
+
+def _rows_in(lane: int, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The rows of a workload, the cores that it had, and the load of the machine before."""
     left, load = args.end - time.time(), os.getloadavg()[0]
     if left < 5:
         raise TimeoutError("no time was left")
-    command = [sys.executable, "-m", "models.bench", "--rows", "--warm-cache", f"--workloads={name}",
+    cores = _lanes()[lane]
+    command = ["taskset", "-c", ",".join(map(str, cores)),
+               sys.executable, "-m", "models.bench", "--rows", "--warm-cache", f"--workloads={name}",
                f"--rounds={args.rounds}", f"--round-s={args.round_s}", f"--systems={args.systems}",
                f"--batches={args.batches}", f"--reference={args.scratch / 'reference'}",
-               f"--turns={args.scratch / 'turns'}"]
+               f"--turns={args.scratch / 'turns'}", f"--lane={lane}"]
     run = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, timeout=left, check=False,
                          env={**os.environ, "TF_STITCH_CACHE": str(args.scratch / "cache" / name)})
     if run.returncode:
         raise RuntimeError(f"the process of {name} died with status {run.returncode}")
     rows = json.loads(run.stdout.splitlines()[-1])
-    return {"rows": rows, "load_average": load,
+    return {"rows": rows, "load_average": load, "cores": len(cores),
             **{f"{r['system']}{' dynamic' if r['dynamic'] else ''}": r["note"] or
                f"{r['kernels']} kernels {r['latency_us']:.0f} us {r['compile_s']:.1f} s error {r['max_rel_error']:.0e}"
                for r in rows}}
@@ -387,7 +414,8 @@ def machine(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]
     """What the figures depend on."""
     from tf_stitch import bench
 
-    said = {"command": args.command} | ({"commit": args.commit} if args.commit else {})
+    said = {"command": args.command, "cores_of_a_workload": len(_lanes()[0])}
+    said |= {"commit": args.commit} if args.commit else {}
     yield "machine", lambda: bench.machine() | said
 
 

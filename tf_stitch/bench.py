@@ -305,6 +305,15 @@ def measure(workload: str, calls: dict[str, Call], *, rounds: int, round_s: floa
     call of every other one.  ``quiet`` is entered for all that comes after the first calls.
     """
     rows = {name: Row(workload, name) for name in calls}
+    good = first_calls(rows, calls, started)
+    with quiet():
+        observe(rows, good, rounds, round_s)
+    return rows
+
+
+def first_calls(rows: dict[str, Row], calls: dict[str, Call],
+                started: Callable[[Row], None] = lambda row: None) -> dict[str, Call]:
+    """Notes what the first calls take; returns the calls that work, the others' rows say why not."""
     good: dict[str, Call] = {}
     for name, call in calls.items():
         try:
@@ -314,11 +323,14 @@ def measure(workload: str, calls: dict[str, Call], *, rounds: int, round_s: floa
             continue
         good[name] = call
         started(rows[name])
-    with quiet():
-        for name, call in good.items():
-            _observe(rows[name], call)
-        _time(rows, good, rounds, round_s)
-    return rows
+    return good
+
+
+def observe(rows: dict[str, Row], calls: dict[str, Call], rounds: int, round_s: float) -> None:
+    """Counts, peak memory on a GPU and times of calls that were made before."""
+    for name, call in calls.items():
+        _observe(rows[name], call)
+    _time(rows, calls, rounds, round_s)
 
 
 def _observe(row: Row, call: Call) -> None:
