@@ -115,6 +115,12 @@ int main(int argc, char** argv) {
     for (int i = 2; i < argc; ++i) {
       for (int64_t n : {3, 5}) models.emplace_back(argv[i], n);
     }
+    for (const Model& m : models) {
+      Company shares = with_many ? Company::kGathers : Company::kNone;
+      Must(m.work->work->units[0].company == shares, "a program is packed without kernels for many, or not with them");
+      CudaWork apart(m.program, *m.plan, *m.ready, /*may_pack=*/false);
+      Must(apart.work->units[0].company == Company::kNone, "a program is packed that must not be");
+    }
     int replays = gpu.replays, packed_before = gpu.packed, launches_before = gpu.launches;
     ServeOneByOne(models, seed);
     Must(gpu.replays > replays && (gpu.packed > packed_before) == with_many,
