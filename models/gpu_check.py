@@ -302,13 +302,13 @@ def benchmark(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]
 
     done = Record(args.out / "bench.json").steps
     names = [w.name for w in select(args.workloads) if w.name not in done]
-    count = len(_lanes())
-    free = SimpleQueue[int]()
-    for k in range(STARTED * count):
-        free.put(k % count)
-    pool = ThreadPoolExecutor(STARTED * count)
+    lanes = _lanes()
+    free = SimpleQueue[tuple[int, list[int]]]()
+    for room in [*enumerate(lanes)] * STARTED:
+        free.put(room)
+    pool = ThreadPoolExecutor(STARTED * len(lanes))
     with contextlib.ExitStack() as stack:
-        for lane in range(count):
+        for lane in range(len(lanes)):
             stack.enter_context(Turns(args.scratch / "turns", lane).lane())
         jobs = {name: pool.submit(_rows_of, name, free, args) for name in names}
         reference.compute(args.scratch / "reference", names)
@@ -326,23 +326,22 @@ def _lanes() -> list[list[int]]:
     return [cores[:half], cores[half:]] if half >= LANE_CORES else [cores]
 
 
-def _rows_of(name: str, free: SimpleQueue[int], args: argparse.Namespace) -> dict[str, Any]:
+def _rows_of(name: str, free: SimpleQueue[tuple[int, list[int]]], args: argparse.Namespace) -> dict[str, Any]:
     """The rows of a workload, measured in a lane that has room for its process."""
-    lane = free.get()
+    lane, cores = free.get()
     try:
-        return _rows_in(lane, name, args)
+        os.sched_setaffinity(0, cores)  # this thread's, and so that of the processes that it starts
+        return _rows_in(lane, len(cores), name, args)
     finally:
-        free.put(lane)
+        free.put((lane, cores))
 
 
-def _rows_in(lane: int, name: str, args: argparse.Namespace) -> dict[str, Any]:
+def _rows_in(lane: int, cores: int, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """The rows of a workload, the cores that it had, and the load of the machine before."""
     left, load = args.end - time.time(), os.getloadavg()[0]
     if left < 5:
         raise TimeoutError("no time was left")
-    cores = _lanes()[lane]
-    command = ["taskset", "-c", ",".join(map(str, cores)),
-               sys.executable, "-m", "models.bench", "--rows", "--warm-cache", f"--workloads={name}",
+    command = [sys.executable, "-m", "models.bench", "--rows", "--warm-cache", f"--workloads={name}",
                f"--rounds={args.rounds}", f"--round-s={args.round_s}", f"--systems={args.systems}",
                f"--batches={args.batches}", f"--reference={args.scratch / 'reference'}",
                f"--turns={args.scratch / 'turns'}", f"--lane={lane}"]
@@ -351,7 +350,7 @@ def _rows_in(lane: int, name: str, args: argparse.Namespace) -> dict[str, Any]:
     if run.returncode:
         raise RuntimeError(f"the process of {name} died with status {run.returncode}")
     rows = json.loads(run.stdout.splitlines()[-1])
-    return {"rows": rows, "load_average": load, "cores": len(cores),
+    return {"rows": rows, "load_average": load, "cores": cores,
             **{f"{r['system']}{' dynamic' if r['dynamic'] else ''}": r["note"] or
                f"{r['kernels']} kernels {r['latency_us']:.0f} us {r['compile_s']:.1f} s error {r['max_rel_error']:.0e}"
                for r in rows}}
