@@ -4,8 +4,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..ir import dims as D
+from ..ir.dims import Dim
 from ..ir.dtypes import DTYPES
-from ..ir.graph import Node
+from ..ir.graph import Node, view_source
 from ..schedule.labels import dot_operands
 from ..schedule.rules import Index
 from .folds import Fold, Product
@@ -104,12 +105,31 @@ def _conv(e: StageEmitter, node: Node, index: Index) -> str:
     per_group = filt.shape[-1] // attrs["groups"]
     first = D.floordiv(out, per_group) * filt.shape[-2] if attrs["groups"] > 1 else 0
 
-    def make() -> str:
-        at = _positions(e, x, place) if conditions else place
+    def make(at: Index) -> str:
         a = evaluate(e, x, (index[0], *at, first + channel))
         return _product(e, node.dtype, a, evaluate(e, filt, (*kernel, channel, out)))
 
-    return _guarded(e, node.dtype, "0", conditions, make)
+    if conditions and _may_read_ahead(e, x, filt):
+        value = make(_nearest(e, x, place))
+        return f"ts_pick<{compute_type(node.dtype)}>({' && '.join(conditions)}, {value}, 0)"
+    return _guarded(e, node.dtype, "0", conditions, lambda: make(_positions(e, x, place) if conditions else place))
+
+
+def _may_read_ahead(e: StageEmitter, x: Node, filt: Node) -> bool:
+    """True on a GPU where both operands only have to be loaded: without a branch many loads are under way at a time."""
+    return (not e.kernel.target.is_host and e.in_memory(view_source(x)) and e.in_memory(view_source(filt))
+            and all(D.prove_le(1, size) for size in x.shape[1:-1]))
+
+
+def _nearest(e: StageEmitter, x: Node, place: Index) -> Index:
+    """Index variables for the positions in ``x`` that are nearest to ``place``."""
+    found: list[Dim] = []
+    for d, p in enumerate(place):
+        size = x.shape[d + 1]
+        low = e.dim(p) if D.prove_nonneg(p) else f"ts_imax({e.dim(p)}, 0)"
+        inside = D.prove_nonneg(p) and D.prove_le(p + 1, size)
+        found.append(p if inside else e.index_variable(f"ts_imin({low}, {e.dim(size - 1)})", size))
+    return tuple(found)
 
 
 def _window(e: StageEmitter, node: Node, index: Index) -> str:

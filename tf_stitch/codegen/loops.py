@@ -144,10 +144,14 @@ class Loops:
             yield
 
     @contextmanager
-    def lane_loop(self, clauses: str = "", span: str = "") -> Iterator[None]:
-        """The vector loop; ``span`` replaces the dim's own offset and extent."""
+    def lane_loop(self, clauses: str = "", span: str = "", all_lanes: bool = False) -> Iterator[None]:
+        """The vector loop; ``span`` replaces the dim's own offset and extent.
+
+        ``all_lanes``: on a GPU, lanes beyond the end of a strip do what the last one does, which saves a branch.
+        """
         assert self.lane is not None
-        kind = "STRIP_LANES" if span == STRIP_SPAN else "LANES_FOLD" if clauses else "LANES"
+        strip = "STRIP_ALL" if all_lanes else "STRIP_LANES"
+        kind = strip if span == STRIP_SPAN else "LANES_FOLD" if clauses else "LANES"
         kind += "4" if not span and self._in_fours() else ""
         span = f"{self._name(self.lane)}, {span}" if span else self._range(self.lane)
         macro = f"TS_{kind}({span}, {self.lanes}{f', {clauses}' if clauses else ''})"
@@ -471,7 +475,7 @@ class Loops:
 
     def _take_lanes(self, items: Sequence[tuple[Item, Fold, str]], span: str, slot: str) -> None:
         accumulators = {i.node: (f, acc) for i, f, acc in items}
-        with self.lane_loop("", span):
+        with self.lane_loop("", span, all_lanes=all(map(self._folds, self.stage.items))):
             for item in self.stage.items:
                 if self._folds(item):
                     fold, acc = accumulators[item.node]

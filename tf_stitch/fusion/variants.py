@@ -21,7 +21,7 @@ from .library import has_library, prepare_calls
 from .planner import Draft, Planned, draft
 from .split import split_reductions
 
-BOUNDS = (1, 16)  # sizes up to which a plan of its own is tried,
+BOUNDS = (1, 4, 16)  # sizes up to which a plan of its own is tried,
 FOLDED = 128  # and this one where products fold the unknown: without a bound, only a library does that fast
 WORTH = 1.05  # a plan of its own must be so much faster at some size of its range: it is compiled, too
 

@@ -62,15 +62,17 @@ class ProductTime:
     cores: int
 
     def __call__(self, sizes: Mapping[str, int] | None = None) -> float:
-        envs = samples(self.axes, sizes)
+        envs, usual = samples(self.axes, sizes), samples(self.axes)
         at_once = min(guess(self.blocks, sizes), self.cores)
-        return block_ns(self.stages, self.kept, at_once, lambda d: mean(d, envs, sizes))
+        return block_ns(self.stages, self.kept, at_once, lambda d: mean(d, envs, sizes), lambda d: mean(d, usual))
 
 
-def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size: Callable[[Dim], int]) -> float:
+def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size: Callable[[Dim], int],
+             made_for: Callable[[Dim], int]) -> float:
     """Nanoseconds that a block spends in stages of products while ``at_once`` blocks run.
 
-    ``size`` gives the size of an unknown extent.
+    ``size`` gives the size of an unknown extent, ``made_for`` the one that threads are shared out for: where there is
+    less of the result, threads have nothing to do.
     """
     recent: dict[Node, int] = {}
     total = 0.0
@@ -83,7 +85,9 @@ def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size
         time = 0.0
         for x, count in _operands(items, box):
             time += count / (NEAR if x in kept or _is_near(recent, x, count) else far)
-        total += LATENCY + max(len(items) * math.prod(box) / RATE, time)
+        shared_out = [b if d in s.folded else max(b, made_for(extent))
+                      for d, (b, (_, extent)) in enumerate(zip(box, s.box, strict=True))]
+        total += LATENCY + max(len(items) * math.prod(shared_out) / RATE, time)
     return total
 
 

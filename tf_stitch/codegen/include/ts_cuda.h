@@ -151,6 +151,7 @@ struct ts_keeper {
 #define TS_STRIP(L) (L)
 #define TS_STRIP_ROOM(L) 1
 #define TS_STRIP_LANES(i, t, m, L) if (const ts_idx i = (t) + TS_LANE_(L); i < (t) + (m))
+#define TS_STRIP_ALL(i, t, m, L) if (const ts_idx i = ts_imin((t) + TS_LANE_(L), (t) + (m)-1); true)
 #define TS_SLOT(i, t) 0
 
 #define TS_BARRIER __syncthreads();

@@ -86,6 +86,7 @@ struct ts_problem {
 #define TS_STRIP(L) 256
 #define TS_STRIP_ROOM(L) 256
 #define TS_STRIP_LANES TS_LANES
+#define TS_STRIP_ALL TS_LANES
 #define TS_SLOT(i, t) ((i) - (t))
 
 #define TS_READ_KEPT(N, stride, dst, src) ts_read<N, stride>(dst, src);
