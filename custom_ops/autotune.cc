@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "cudnn.h"
 #include "environment.h"
 #include "hash.h"
 #include "program.h"
@@ -34,19 +35,6 @@ void NoteOnStandardError(const std::string& note) { fprintf(stderr, "%s\n", note
 std::atomic<void (*)(const std::string&)> g_note{&NoteOnStandardError};
 
 // --- timing ------------------------------------------------------------------------------------------
-
-// Lets this thread allocate and load modules while another thread captures.
-class RelaxedCapture {
- public:
-  explicit RelaxedCapture(const Driver& driver) : driver_(driver) { driver_.ThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-  ~RelaxedCapture() { driver_.ThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  const Driver& driver_;
-  int mode_ = kCaptureRelaxed;
-};
 
 // A stream and two events.
 struct Clock {
@@ -196,7 +184,9 @@ OwnStream::OwnStream(const Driver& driver) : driver_(driver) {
   if (driver.StreamCreate(&stream_, kStreamNonBlocking)) stream_ = nullptr;
 }
 OwnStream::~OwnStream() {
-  if (stream_) driver_.StreamDestroy(stream_);
+  if (!stream_) return;
+  ForgetStream(stream_);
+  driver_.StreamDestroy(stream_);
 }
 
 Scratch::Scratch(const Driver& driver, size_t bytes) : driver_(driver) {

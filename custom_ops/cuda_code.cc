@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "counters.h"
+#include "cudnn.h"
 #include "runtime_cuda.h"
 
 namespace tf_stitch {
@@ -152,13 +153,16 @@ std::shared_ptr<CudaCode> CudaCode::Load(const Program& program, cuda::Context c
 CudaCode::~CudaCode() {
   if (!capturing_) return;
   cuda::ScopedContext scope(driver_, context_);
-  if (scope.ok()) driver_.StreamDestroy(capturing_);
+  if (!scope.ok()) return;
+  cuda::ForgetStream(capturing_);
+  driver_.StreamDestroy(capturing_);
 }
 
 std::string CudaCode::Capture(const std::function<std::string(cuda::Stream)>& enqueue, cuda::Graph* graph) {
   std::lock_guard<std::mutex> lock(mu_);
   cuda::Result result = 0;
   if (!capturing_) result = driver_.StreamCreate(&capturing_, cuda::kStreamNonBlocking);
+  if (!result) cuda::PrepareStream(capturing_);
   if (!result) result = driver_.StreamBeginCapture(capturing_, cuda::kCaptureRelaxed);
   if (result) return cuda::Failed(driver_, result, "starting a capture");
   std::string error = enqueue(capturing_);

@@ -31,6 +31,8 @@ constexpr int kCooperativeLaunch = 95;       // CU_DEVICE_ATTRIBUTE_COOPERATIVE_
 constexpr int kMaxSharedBytesPerBlock = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 constexpr int kStreamNonBlocking = 1;        // CU_STREAM_NON_BLOCKING
 constexpr int kNotReady = 600;               // CUDA_ERROR_NOT_READY
+constexpr int kEventBlockingSync = 1;        // CU_EVENT_BLOCKING_SYNC
+constexpr int kEventDisableTiming = 2;       // CU_EVENT_DISABLE_TIMING
 constexpr int kNodeIsCooperative = 2;        // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 constexpr int kCaptureRelaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr int kCaptureStatusNone = 0;        // CU_STREAM_CAPTURE_STATUS_NONE
@@ -138,6 +140,19 @@ class ScopedContext {
  private:
   const Driver& driver_;
   bool ok_;
+};
+
+// Lets this thread allocate and load modules while another thread captures.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver& driver) : driver_(driver) { driver_.ThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { driver_.ThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  const Driver& driver_;
+  int mode_ = kCaptureRelaxed;
 };
 
 }  // namespace tf_stitch::cuda

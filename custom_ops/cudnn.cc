@@ -154,6 +154,57 @@ std::string Failed(const Api& api, Status status, const char* doing) {
 
 using Session = DeviceSession<Api>;
 
+// The handles that a session runs convolutions with, one for each stream: cuDNN makes a stream that a handle gets wait
+// for the stream that it had, which may be gone by then, or be captured by another thread.  Its session's lock is held.
+class StreamHandles {
+ public:
+  // The stream's handle, made when there is none.
+  Status Get(const Api& api, Stream stream, Handle* handle) {
+    auto found = used_.find(stream);
+    if (found != used_.end()) return *handle = found->second, 0;
+    RelaxedCapture relaxed(*LoadDriver(nullptr));
+    Status status = 0;
+    Handle made = nullptr;
+    if (!free_.empty()) {
+      made = free_.back();
+      free_.pop_back();
+    } else {
+      status = api.Create(&made);
+    }
+    if (!status) status = api.SetStream(made, stream);
+    if (!status) used_[stream] = *handle = made;
+    return status;
+  }
+
+  // The handle of a stream that is about to end waits on a stream that does not.
+  void Forget(const Api& api, Stream stream) {
+    auto found = used_.find(stream);
+    if (found == used_.end()) return;
+    if (!parked_ && LoadDriver(nullptr)->StreamCreate(&parked_, kStreamNonBlocking)) parked_ = nullptr;
+    if (parked_ && !api.SetStream(found->second, parked_)) free_.push_back(found->second);
+    used_.erase(found);
+  }
+
+ private:
+  std::map<Stream, Handle> used_;
+  std::vector<Handle> free_;
+  Stream parked_ = nullptr;
+};
+
+// By session; sessions are never given back.
+std::mutex& HandlesMutex() {
+  static auto& mu = *new std::mutex;
+  return mu;
+}
+std::map<Session*, StreamHandles>& Handles() {
+  static auto& handles = *new std::map<Session*, StreamHandles>;
+  return handles;
+}
+StreamHandles& HandlesOf(Session* session) {
+  std::lock_guard<std::mutex> lock(HandlesMutex());
+  return Handles()[session];
+}
+
 // A descriptor that is destroyed with this.  The first status that is not success is kept, and nothing is done after
 // it.
 class Owned {
@@ -428,6 +479,7 @@ struct Operands {
 struct Convolution::Impl {
   ConvShape shape{};
   Session* session = nullptr;
+  StreamHandles* handles = nullptr;
   Proposal chosen;
 
   Status Enqueue(const Proposal& p, const void* x, const void* w, const void* bias, const void* residual, void* y,
@@ -448,9 +500,10 @@ struct Convolution::Impl {
     pack.Set(kPackPointers, kTypeVoidPointer, pointers.data(), static_cast<int64_t>(pointers.size()));
     pack.Set(kPackWorkspace, kTypeVoidPointer, &workspace).Finish();
     if (pack.status()) return pack.status();
-    std::lock_guard<std::mutex> lock(session->mu);
-    Status status = api.SetStream(session->handle, stream);
-    return status ? status : api.Execute(session->handle, p.plan.get(), pack.get());
+    std::lock_guard<std::mutex> lock(session->mu);  // of plans, too
+    Handle handle = nullptr;
+    Status status = handles->Get(api, stream, &handle);
+    return status ? status : api.Execute(handle, p.plan.get(), pack.get());
   }
 
   std::string Key(const Driver& driver) const {
@@ -550,9 +603,10 @@ std::shared_ptr<const Convolution> Convolution::Make(const ConvShape& s, std::st
   impl.shape = s;
   impl.session = SessionOfCurrentDevice(LoadLibrary, Failed, error);
   if (!impl.session) return nullptr;
+  impl.handles = &HandlesOf(impl.session);
   std::vector<Proposal> proposals;
   {
-    std::lock_guard<std::mutex> lock(impl.session->mu);  // plans are finished with the handle that others run with
+    std::lock_guard<std::mutex> lock(impl.session->mu);
     OperationGraph graph(*impl.session, s);
     if (graph.status()) {
       *error = Failed(*impl.session->api, graph.status(), "describing a convolution");
@@ -571,6 +625,26 @@ std::string Convolution::Run(const void* x, const void* w, const void* bias, con
                              void* workspace, Stream stream) const {
   Status status = impl_->Enqueue(impl_->chosen, x, w, bias, residual, y, workspace, stream);
   return status ? Failed(*impl_->session->api, status, "running a convolution") : "";
+}
+
+void PrepareStream(Stream stream) {
+  Device device = 0;
+  LoadDriver(nullptr)->CtxGetDevice(&device);
+  std::lock_guard<std::mutex> lock(HandlesMutex());
+  for (auto& [session, handles] : Handles()) {
+    if (session->device != device) continue;
+    std::lock_guard<std::mutex> session_lock(session->mu);
+    Handle handle = nullptr;
+    handles.Get(*session->api, stream, &handle);  // what fails here fails again where it is told
+  }
+}
+
+void ForgetStream(Stream stream) {
+  std::lock_guard<std::mutex> lock(HandlesMutex());
+  for (auto& [session, handles] : Handles()) {
+    std::lock_guard<std::mutex> session_lock(session->mu);
+    handles.Forget(*session->api, stream);
+  }
 }
 
 }  // namespace tf_stitch::cuda

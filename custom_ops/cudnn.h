@@ -48,6 +48,13 @@ class Convolution {
   std::unique_ptr<Impl> impl_;
 };
 
+// A stream that convolutions run on has a handle of cuDNN's.  A handle cannot be made while the stream is captured, so
+// it is made before; without convolutions this does nothing.
+void PrepareStream(Stream stream);
+// Gives a stream's handle to another one.  Every stream that convolutions may have run on is forgotten before it is
+// destroyed.
+void ForgetStream(Stream stream);
+
 }  // namespace tf_stitch::cuda
 
 #endif  // TF_STITCH_CUSTOM_OPS_CUDNN_H_

@@ -75,6 +75,7 @@ const Api* LoadOnce(Library<Api> (*load)(), std::string* error) {
 template <class Api>
 struct DeviceSession {
   const Api* api = nullptr;
+  Device device = 0;
   LibraryHandle handle = nullptr;
   std::mutex mu;  // of a handle that holds a stream: one thread at a time may use it
 };
@@ -88,11 +89,10 @@ DeviceSession<Api>* SessionHere(const Api& api, LibraryStatus* status) {
   LoadDriver(nullptr)->CtxGetDevice(&device);
   std::lock_guard<std::mutex> lock(mu);
   DeviceSession<Api>& session = sessions[device];
+  if (session.handle) return &session;
   session.api = &api;
-  if (!session.handle && (*status = api.Create(&session.handle))) {
-    session.handle = nullptr;
-    return nullptr;
-  }
+  session.device = device;
+  if ((*status = api.Create(&session.handle))) return session.handle = nullptr, nullptr;
   return &session;
 }
 

@@ -140,6 +140,7 @@ bool StitchedNode::Allocate(OpKernelContext* ctx, const Plan& plan, int64_t aren
     const Buffer& b = program_.buffers[program_.outputs[i]];
     if (b.backing != Backing::kOutput || b.backing_index != i) continue;
     tensorflow::AllocatorAttributes attributes = ctx->output_alloc_attr(static_cast<int>(i));
+    if (attributes.on_host()) attributes = {};  // kernels write where they run
     if (!ctx->allocate_temp(static_cast<DataType>(b.dtype), TensorShape(plan.output_dims[i]), &outputs[i], attributes)
              .ok()) {
       return false;

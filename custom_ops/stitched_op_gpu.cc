@@ -2,8 +2,8 @@
 //
 // Inputs that a program reads as "value" symbols must lie in host memory: the node's attr `_input_hostmem` (a list of
 // input positions, which TensorFlow honours for every op) names them, and the rewriter sets it.  Where kernels read
-// such an input too, it is copied to the device.  Outputs always lie in device memory, unless they are such an input
-// under another shape.
+// such an input too, it is copied to the device.  Outputs that are wanted in host memory (the attr `_output_hostmem`)
+// are copied there, and the run waits for that: who fetches them need not ask the device again.
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -18,6 +18,7 @@
 #include "environment.h"
 #include "held_call.h"
 #include "runtime_cuda.h"
+#include "staging_cuda.h"
 #include "stitched_node.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/platform/tensor_float_32_utils.h"
@@ -82,12 +83,24 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     HeldCall* call() { return &call_; }
 
     void Done(Outcome outcome, const std::string& why) override {
+      if (outcome == Outcome::kCompleted && !op_->fetched_.empty()) return Fetch();
       if (outcome == Outcome::kCompleted) op_->node_.SetOutputs(call_.ctx(), &place_.memory);
       place_ = {};  // while the allocator is sure to live
       call_.End(outcome, why);
     }
 
    private:
+    // Copies take their time, and a lane has none: another thread waits for them.
+    void Fetch() {
+      call_.Unwatch();
+      call_.Continue([op = op_, ctx = call_.ctx(), done = call_.TakeDone(),
+                      place = std::make_shared<Place>(std::move(place_))]() mutable {
+        op->Finish(ctx, op->SetOutputs(ctx, &place->memory));
+        place = nullptr;
+        done();
+      });
+    }
+
     StitchedProgramGpuOp* const op_;
     Place place_;
     HeldCall call_;
@@ -133,9 +146,12 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     for (uint32_t id : node_.program().outputs) {
       const Buffer& b = node_.program().buffers[id];
       if (output_memory_types()[b.index] != tensorflow::HOST_MEMORY) continue;
-      if (b.backing == Backing::kInput && OnHost(node_.program().buffers[node_.program().inputs[b.backing_index]]))
+      bool copied = std::find(copied_.begin(), copied_.end(), b.backing_index) != copied_.end();
+      if (b.backing == Backing::kInput && !copied &&
+          OnHost(node_.program().buffers[node_.program().inputs[b.backing_index]])) {
         continue;
-      return "output " + std::to_string(b.index) + " is wanted in host memory";
+      }
+      fetched_.push_back(b.index);
     }
     return "";
   }
@@ -193,7 +209,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     if (!note.empty()) {
       WarnOnce("tf_stitch: node '" + name() + "' runs without CUDA graphs: " + note + ".");
     }
-    if (error.empty()) node_.SetOutputs(ctx, &memory);
+    if (error.empty()) error = SetOutputs(ctx, &memory);
     place = {};  // a cancellation may hold the request for longer than the allocator lives
     return Finish(ctx, error);
   }
@@ -206,6 +222,40 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
       plan->extra = std::make_unique<CudaPlan>(node_.program(), *plan, code_, tf32, GridsEnabled());
     });
     return static_cast<CudaPlan*>(plan->extra.get())->error().empty() ? plan : nullptr;
+  }
+
+  // Sets what was computed, in the memory where it is wanted.  "" or the error.
+  std::string SetOutputs(OpKernelContext* ctx, StitchedNode::Memory* memory) const {
+    std::string error = fetched_.empty() ? "" : CopyToHost(ctx, memory);
+    if (error.empty()) node_.SetOutputs(ctx, memory);
+    return error;
+  }
+
+  // Puts outputs that are wanted there into host memory, and waits for that.
+  std::string CopyToHost(OpKernelContext* ctx, StitchedNode::Memory* memory) const {
+    const cuda::Driver& driver = code_->driver();
+    cuda::Stream stream = StreamOf(ctx->op_device_context()->stream());
+    cuda::ScopedContext scope(driver, code_->context());
+    if (IsCaptured(stream)) return "outputs in host memory cannot be part of a CUDA graph";
+    tensorflow::AllocatorAttributes host;
+    host.set_on_host(true);
+    host.set_gpu_compatible(true);
+    std::vector<Tensor> copies(fetched_.size());
+    for (size_t k = 0; k < copies.size(); ++k) {
+      const Tensor& output = memory->outputs[fetched_[k]];
+      absl::Status status = ctx->allocate_temp(output.dtype(), output.shape(), &copies[k], host);
+      if (!status.ok()) return std::string(status.message());
+    }
+    cuda::Result result = cuda::kSuccess;
+    for (size_t k = 0; k < copies.size(); ++k) {
+      const Tensor& output = memory->outputs[fetched_[k]];
+      size_t bytes = copies[k].TotalBytes();
+      if (bytes && !result) result = driver.MemcpyDtoHAsync(copies[k].data(), output.data(), bytes, stream);
+    }
+    cuda::Result waited = cuda::Staging::Of(driver, code_->context()).Wait(stream);
+    if (!result) result = waited;
+    for (size_t k = 0; k < copies.size(); ++k) memory->outputs[fetched_[k]] = std::move(copies[k]);
+    return result ? cuda::Failed(driver, result, "copying outputs to host memory") : "";
   }
 
   // The scheduler of this device; null while coalescing is off.
@@ -301,28 +351,29 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
 
   // All inputs in host memory go to the device as one copy.
   bool CopyFromHost(OpKernelContext* ctx, cuda::Stream stream, Place* place, std::string* error) const {
-    std::vector<int64_t> begins;
-    int64_t total = 0;
+    std::vector<cuda::Staging::Piece> pieces;
+    size_t total = 0;
     for (uint32_t i : copied_) {
-      begins.push_back(total);
-      int64_t bytes = static_cast<int64_t>(ctx->input(static_cast<int>(i)).TotalBytes());
-      total += (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+      const Tensor& from = ctx->input(static_cast<int>(i));
+      pieces.push_back({from.data(), from.TotalBytes(), total});
+      total += (from.TotalBytes() + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
     }
     Tensor all;
-    if (!ctx->allocate_temp(tensorflow::DT_UINT8, tensorflow::TensorShape({total}), &all).ok()) return false;
+    auto shape = tensorflow::TensorShape({static_cast<int64_t>(total)});
+    if (!ctx->allocate_temp(tensorflow::DT_UINT8, shape, &all).ok()) return false;
     absl::Status status;
-    std::vector<char> bytes(static_cast<size_t>(total));
     for (size_t k = 0; k < copied_.size() && status.ok(); ++k) {
       const Tensor& from = ctx->input(static_cast<int>(copied_[k]));
-      int64_t size = static_cast<int64_t>(from.TotalBytes());
-      if (size) memcpy(bytes.data() + begins[k], from.data(), static_cast<size_t>(size));
+      auto at = static_cast<int64_t>(pieces[k].at), bytes = static_cast<int64_t>(pieces[k].bytes);
       place->copies.emplace_back();
-      status = place->copies.back().BitcastFrom(all.Slice(begins[k], begins[k] + size), from.dtype(), from.shape());
+      status = place->copies.back().BitcastFrom(all.Slice(at, at + bytes), from.dtype(), from.shape());
       place->memory.inputs[copied_[k]] = &place->copies.back();
     }
     if (!status.ok()) return *error = std::string(status.message()), false;
-    // From pageable memory, so that the driver has taken the bytes when the call returns.
-    cuda::Result result = total ? code_->driver().MemcpyHtoDAsync(all.data(), bytes.data(), bytes.size(), stream) : 0;
+    if (!total) return true;
+    if (IsCaptured(stream)) return *error = "inputs in host memory cannot be part of a CUDA graph", false;
+    cuda::Staging& staging = cuda::Staging::Of(code_->driver(), code_->context());
+    cuda::Result result = staging.Copy(pieces, total, all.data(), stream);
     return !result || (*error = CannotCopy(result, copied_.front()), false);
   }
 
@@ -338,6 +389,7 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
   std::shared_ptr<CudaCode> code_;
   bool autotune_ = true;             // the node's attr `_autotune`, which the rewriter sets where it is off
   std::vector<uint32_t> copied_;     // inputs in host memory that are used on the device too
+  std::vector<uint32_t> fetched_;    // outputs that are made on the device and wanted in host memory
   bool has_float_products_ = false;  // then TF32 makes other products, and other plans
   PlanCache plans_[2];               // without and with TF32
   PlanCache joined_plans_[2];        // likewise, of requests joined

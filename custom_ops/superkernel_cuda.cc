@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cublas_batched.h"
+#include "cudnn.h"
 
 namespace tf_stitch::cuda {
 namespace {
@@ -64,6 +65,7 @@ std::string LaneStreams::AddWorkspaces(size_t count) {
 LaneStreams::~LaneStreams() {
   for (Stream s : streams_) {
     driver_.StreamSynchronize(s);
+    ForgetStream(s);
     driver_.StreamDestroy(s);
   }
   for (void* w : workspaces_) {

@@ -6,8 +6,8 @@
 Tenants are ResNet-18, a two-layer LSTM, BERT (4 layers) and DLRM, four of each, with weights of their own, under a
 Poisson load of equal shares.  ``search`` finds the highest rate at 99% of requests within the SLO for every policy of
 tf_stitch.serving.policies.  ``mixed`` sends a steady load to one latency-critical tenant, alone and while the others,
-as best effort, keep the device full.  ``soak`` is models.soak with these tenants.  Answers are compared with those of
-the models as TensorFlow made them.
+as best effort, keep the device full.  ``soak`` is models.soak with these tenants and one that fails.  Answers are
+compared with those of the models as TensorFlow made them.
 """
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from tf_stitch.errors import StitchError
 from tf_stitch.serving import load, serve_bench
 from tf_stitch.serving.load import Client, Outcome
 from tf_stitch.serving.plots import plot
-from tf_stitch.serving.policies import POLICIES, Devices, Model, open_session, virtual_gpus
+from tf_stitch.serving.policies import OURS, POLICIES, Devices, Model, open_session, virtual_gpus
 
 from . import soak
-from .serving_tenants import KINDS, prepare, tenants
+from .serving_tenants import COPIES, KINDS, prepare, tenants
 
 EACH = 4           # tenants of each, with weights of their own
 SLO_MS = 50.0
 MEMORY_MB = 6144   # of each virtual GPU
 FLOOD = 2          # requests that a best-effort tenant always has under way
-OURS, BASES = ("superkernel", "stitched"), ("timeslice", "hyperq", "batching", "processes", "mps")
+BASES = ("timeslice", "hyperq", "batching", "processes", "mps")
 WANTED = {"timeslice": 5.0, "hyperq": 3.0}  # times their rates should be served
 GOAL_MARGIN = 1.1  # and so much more, as rates of random arrivals vary
 
@@ -166,7 +166,7 @@ class Results:
         self.folder, self.facts = folder, facts
         self.rows: list[serve_bench.Row] = []
         self.mixed: list[dict[str, Any]] = []
-        self.soak: dict[str, Any] = {}
+        self.soak: list[dict[str, Any]] = []
 
     def write(self) -> None:
         """DIR/serving.json, .txt and .png."""
@@ -183,9 +183,9 @@ class Results:
             yield from _ratios(self.rows)
         if self.mixed:
             yield mixed_table(self.mixed)
-        if self.soak:
-            yield (f"soak, {self.soak['seconds']} s: {self.soak['counts']}; problems: "
-                   f"{self.soak['problems'] or 'none'}; memory grew by {self.soak['growth_mb']} MB")
+        for report in self.soak:
+            yield (f"soak of {report['policy']}, {report['seconds']} s: {report['counts']}; problems: "
+                   f"{report['problems'] or 'none'}; memory grew by {report['growth_mb']} MB")
 
 
 def _ratios(rows: Sequence[serve_bench.Row]) -> Iterator[str]:
@@ -228,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mixed-policies", default="superkernel,stitched,hyperq")
     parser.add_argument("--mixed-rate", type=float, default=100.0, help="of the latency-critical tenant")
     parser.add_argument("--mixed-seconds", type=float, default=5.0)
+    parser.add_argument("--soak-policies", default="superkernel")
     parser.add_argument("--soak-seconds", type=float, default=30.0)
     parser.add_argument("--critical", default="", help="the latency-critical tenant (default: the first)")
     parser.add_argument("--scheduler", default="{}", help="options of the scheduler, as JSON")
@@ -253,6 +254,7 @@ class _Run:
         self.kinds = args.kinds.split(",")
         self.parts = args.parts.split(",")
         self.policies = [p for p in args.policies.split(",") if p] if "search" in self.parts else []
+        self.soak_policies = args.soak_policies.split(",") if "soak" in self.parts else []
         self.mixed_policies = args.mixed_policies.split(",") if "mixed" in self.parts else []
         self.devices = virtual_gpus(len(self.kinds) * args.each, MEMORY_MB)
         title = f"{len(self.kinds) * args.each} tenants ({', '.join(self.kinds)}), SLO {args.slo_ms:.0f} ms"
@@ -264,7 +266,7 @@ class _Run:
         args, results = self.args, self.results
         results.facts["empty_model"] = cost(self.folder)
         self.say(f"a model that does nothing: {results.facts['empty_model']}")
-        used = {*self.policies, *self.mixed_policies, *(["superkernel"] if "soak" in self.parts else [])}
+        used = {*self.policies, *self.mixed_policies, *self.soak_policies}
         self.models = tenants(self.kinds, args.each, self.folder, sorted(used), slo_ms=args.slo_ms,
                               prepared=args.prepared, say=self.say)
         for policy in dict.fromkeys([*self.policies, *self.mixed_policies]):
@@ -272,14 +274,14 @@ class _Run:
                 self.step(f"search of {policy}", lambda policy=policy: self.search(policy))
             if policy in self.mixed_policies:
                 self.step(f"mixed load of {policy}", lambda policy=policy: self.mixed(policy))
-        if "soak" in self.parts:
-            self.step("soak", self.soak)
+        for policy in self.soak_policies:
+            self.step(f"soak of {policy}", lambda policy=policy: self.soak(policy))
         console = Console(width=200)
         for one in results.tables():
             console.print(one)
         bad = sum(r.bad for r in results.rows) + sum(r["wrong"] + r["failed"] for r in results.mixed)
         self.say(f"written to {args.out}")
-        return int(bad + len(results.soak.get("problems", [])) + self.failed > 0)
+        return int(bad + sum(len(r["problems"]) for r in results.soak) + self.failed > 0)
 
     def step(self, name: str, work: Callable[[], None]) -> None:
         """Runs a step, while there is time, and writes what is there so far."""
@@ -308,10 +310,13 @@ class _Run:
         self.results.mixed += mixed(models, policy, self.devices, self.folder, self.args.mixed_rate,
                                     self.args.mixed_seconds, self.say)
 
-    def soak(self) -> None:
-        """models.soak with these tenants."""
-        self.results.soak = soak.held(soak.real(self.models, "superkernel"), self.args.soak_seconds, coalesce=True,
-                                      config=self.devices.config)
+    def soak(self, policy: str) -> None:
+        """models.soak with these tenants, and one that fails for part of its inputs."""
+        folder = self.folder / f"soak_{policy}"
+        subjects = [*soak.real(self.models, policy), *soak.toys(folder, 1, COPIES[policy])]
+        report = soak.held(subjects, self.args.soak_seconds, coalesce=policy == "superkernel",
+                           config=self.devices.config)
+        self.results.soak.append({"policy": policy, **report})
 
     def say(self, text: str) -> None:
         """Prints, with the time since the run began."""

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -309,7 +309,8 @@ def _resident_mb() -> float:
 def _gpu_mb() -> float:
     if not tf.config.list_physical_devices("GPU"):
         return 0.0
-    return tf.config.experimental.get_memory_info("GPU:0")["current"] / 2**20
+    gpus = (d.name.rpartition("device:")[2] for d in tf.config.list_logical_devices("GPU"))
+    return sum(tf.config.experimental.get_memory_info(gpu)["current"] for gpu in gpus) / 2**20
 
 
 def _growth(values: Sequence[float]) -> float:
@@ -325,11 +326,14 @@ def _growth(values: Sequence[float]) -> float:
 def toys(folder: Path, count: int = 4, options: tf_stitch.Options | None = None) -> list[Subject]:
     """Small functions whose inputs never repeat, and one that fails for part of them."""
     found = []
-    for k in range(count):
-        factors = [1.0 + k + 0.25 * v for v in range(3)]
-        folders = [_stitched(_toy(f, faulty=k == 0), folder / f"toy{k}_{v}", options) for v, f in enumerate(factors)]
-        found.append(Subject(f"toy{k}", folders, _draw_toy, _right_toy(factors, faulty=k == 0), permanent=k == 0))
-    return found
+    with ThreadPoolExecutor() as pool:
+        for k in range(count):
+            factors = [1.0 + k + 0.25 * v for v in range(3)]
+            folders = [pool.submit(_stitched, _toy(f, faulty=k == 0), folder / f"toy{k}_{v}", options)
+                       for v, f in enumerate(factors)]
+            found.append((k, factors, folders))
+    return [Subject(f"toy{k}", [f.result() for f in folders], _draw_toy, _right_toy(factors, faulty=k == 0),
+                    permanent=k == 0) for k, factors, folders in found]
 
 
 def _toy(factor: float, faulty: bool) -> tf.Module:

@@ -5,11 +5,13 @@
 //   14 is good and slow.
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -24,6 +26,7 @@ struct FakeGraph {
 };
 
 float g_now = 0;  // milliseconds that the device has worked
+std::set<void*> g_streams;
 int g_alive = 0;  // pieces of memory, streams, events and graphs that nobody gave back
 
 void Do(void* stream, float ms, Call call) {
@@ -66,8 +69,8 @@ int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t n, void*) { return m
 int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t n, void* s) {
   return Do(s, 0, [=] { memcpy(to, from, n); }), 0;
 }
-int cuStreamCreate(void** s, unsigned) { return *s = new FakeStream, ++g_alive, 0; }
-int cuStreamDestroy_v2(void* s) { return delete static_cast<FakeStream*>(s), --g_alive, 0; }
+int cuStreamCreate(void** s, unsigned) { return g_streams.insert(*s = new FakeStream), ++g_alive, 0; }
+int cuStreamDestroy_v2(void* s) { return g_streams.erase(s), delete static_cast<FakeStream*>(s), --g_alive, 0; }
 int cuStreamSynchronize(void*) { return 0; }
 int cuStreamIsCapturing(void* s, int* v) { return *v = s && static_cast<FakeStream*>(s)->captured, 0; }
 int cuStreamBeginCapture_v2(void* s, int) {
@@ -116,7 +119,9 @@ struct Descriptor {
 };
 using Handle = std::shared_ptr<Descriptor>;
 
-void* g_dnn_stream = nullptr;
+struct DnnHandle {
+  void* stream = nullptr;
+};
 
 Handle& Of(void* d) { return *static_cast<Handle*>(d); }
 int64_t Number(const Handle& d, int attribute) { return d->numbers.at(attribute).at(0); }
@@ -211,8 +216,17 @@ extern "C" {
 
 size_t cudnnGetVersion() { return 91900; }
 const char* cudnnGetErrorString(int) { return "CUDNN_STATUS_FAKE"; }
-int cudnnCreate(void** h) { return *h = &g_dnn_stream, 0; }
-int cudnnSetStream(void*, void* s) { return g_dnn_stream = s, 0; }
+int cudnnCreate(void** h) { return *h = new DnnHandle, 0; }
+// The new stream waits for the old one.
+int cudnnSetStream(void* h, void* s) {
+  void*& stream = static_cast<DnnHandle*>(h)->stream;
+  for (void* one : {stream, s}) {
+    if (!one) continue;
+    if (!g_streams.count(one)) fprintf(stderr, "a handle's stream is gone\n"), abort();
+    if (static_cast<FakeStream*>(one)->captured) fprintf(stderr, "a handle's stream is captured\n"), abort();
+  }
+  return stream = s, 0;
+}
 int cudnnBackendCreateDescriptor(int type, void** d) {
   return *d = new Handle(std::make_shared<Descriptor>(Descriptor{type})), 0;
 }
@@ -289,7 +303,7 @@ int cudnnBackendGetAttribute(void* d, int attribute, int, int64_t room, int64_t*
   return 0;
 }
 
-int cudnnBackendExecute(void*, void* plan, void* pack) {
+int cudnnBackendExecute(void* handle, void* plan, void* pack) {
   const Handle &config = Of(plan)->links.at(401)[0], &graph = config->links.at(201)[0];
   int64_t engine = Number(config, 1301);
   auto machine = std::make_shared<Machine>();
@@ -301,7 +315,7 @@ int cudnnBackendExecute(void*, void* plan, void* pack) {
   memset(with->pointers.at(1003)[0], 1, 1000);
   float ms = engine == 12 ? 1 : engine == 13 ? 2 : 5;
   Handle kept = graph;
-  Do(g_dnn_stream, ms, [machine, kept] { machine->Run(kept); });
+  Do(static_cast<DnnHandle*>(handle)->stream, ms, [machine, kept] { machine->Run(kept); });
   return 0;
 }
 

@@ -80,5 +80,5 @@ int main() {
   for (const Case& c : kCases) Run(c);
   for (const Case& c : kCases) Run(c);  // from the cache of the process
   auto alive = reinterpret_cast<int (*)()>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), "fake_alive"));
-  return alive() ? 1 : 0;
+  return alive() > 1 ? 1 : 0;  // the stream that handles without one wait on stays
 }

@@ -94,6 +94,8 @@ struct Convolution::Impl {};
 Convolution::~Convolution() = default;
 std::shared_ptr<const Convolution> Convolution::Get(const ConvShape&, std::string*) { return nullptr; }
 size_t Convolution::workspace_bytes() const { return 0; }
+void PrepareStream(Stream) {}
+void ForgetStream(Stream) {}
 std::string Convolution::Run(const void*, const void*, const void*, const void*, void*, void*, Stream) const {
   return "";
 }

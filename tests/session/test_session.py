@@ -15,7 +15,7 @@ import tf_stitch
 from tf_stitch import warmup
 from tf_stitch.errors import OptionError, SavedModelError
 from tf_stitch.serving import scheduler
-from tf_stitch.serving.model import place
+from tf_stitch.serving.graphs import place
 
 from .marks import BOTH
 from .support import NATIVE, WIDTH, check, rows, scaled, want, workers
@@ -532,6 +532,80 @@ def test_place_keeps_devices():
     assert [(n.name, n.device) for n in graph_def.node] == [("pinned", "/device:CPU:0"), ("free", "/device:GPU:1")]
 
 
+def served_nodes(session, name):
+    """Nodes that the session put beside a tenant's graph."""
+    return [n for n in session.v1(name).graph.as_graph_def().node if n.name.startswith("tf_stitch_served")]
+
+
+def test_served_graphs_are_unfolded(session):
+    """No calls, one node that reads the variables; a stitched op of a GPU copies what is fed itself."""
+    weights = [tf.Variable(np.float32(v)) for v in (2.0, 3.0)] + [tf.Variable(5)]
+    inner = tf.function(lambda x: (tf.tanh(x) * weights[0], tf.sigmoid(x) * weights[1] * weights[0]), autograph=False)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, WIDTH], tf.float32, name="x")], autograph=False)
+    def call(x):
+        a, b = inner(x)
+        return {"y": a + b + tf.cast(weights[2], tf.float32), "w": weights[1].read_value(), "x": x}
+
+    session.add("a", call)
+    nodes = served_nodes(session, "a")
+    ops = [n.op for n in nodes]
+    assert ops.count("StitchedVariables") == 1 and ops.count("ReadVariableOp") == 1  # an integer may lie elsewhere
+    assert "StitchedProgram" in ops and not any("Call" in op for op in ops)
+    (variables,) = [n for n in nodes if n.op == "StitchedVariables"]
+    assert len(variables.attr["names"].list.s) == 2
+    for node in nodes:
+        if node.op == "StitchedProgram":
+            fed = [i for i, x in enumerate(node.input) if x == "serving_default_x"]
+            assert set(fed) <= set(node.attr["_input_hostmem"].list.i)
+    x = rows(0)
+    answer = session.run("a", x)
+    sigmoid = 1 / (1 + np.exp(-x))
+    np.testing.assert_allclose(answer["y"], np.tanh(x) * 2 + sigmoid * 6 + 5, rtol=1e-5)
+    assert answer["w"] == 3.0 and (answer["x"] == x).all()
+    assert session.v1("a").run("StatefulPartitionedCall:2", {"serving_default_x:0": x}).shape == x.shape  # it stays
+
+
+def test_variables_that_a_function_writes_are_read_one_by_one(session):
+    count, scale = tf.Variable(np.float32(0.0)), tf.Variable(np.float32(2.0))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, WIDTH], tf.float32, name="x")], autograph=False)
+    def call(x):
+        y = tf.tanh(x) * scale + tf.sigmoid(x) * count.assign_add(1.0)
+        return {"y": y}
+
+    session.add("a", call, warmup=False)
+    assert served_nodes(session, "a") == []  # it is called as before
+    x = rows(0)
+    for i in range(1, 4):
+        want = np.tanh(x) * 2 + i / (1 + np.exp(-x))
+        np.testing.assert_allclose(session.run("a", x)["y"], want, rtol=1e-5)
+
+
+def test_variables_that_something_updates_in_part_are_read_one_by_one(session, tmp_path):
+    """Only their own reads know to copy them."""
+    module = tf.Module()
+    module.table = tf.Variable(np.zeros([4, WIDTH], np.float32))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, WIDTH], tf.float32, name="x")], autograph=False)
+    def call(x):
+        return {"y": tf.tanh(x) + tf.reduce_sum(module.table)}
+
+    @tf.function(input_signature=[tf.TensorSpec([1, 1], tf.int32, name="i")], autograph=False)
+    def update(i):
+        module.table.scatter_nd_add(i, tf.ones([1, WIDTH]))
+        return {"done": tf.identity(i)}
+
+    tf.saved_model.save(module, str(tmp_path / "m"), signatures={"serving_default": call, "update": update})
+    session.add("a", tmp_path / "m", verify=False)
+    ops = [n.op for n in served_nodes(session, "a")]
+    assert "StitchedProgram" in ops and "ReadVariableOp" in ops and "StitchedVariables" not in ops
+    x = rows(0)
+    for i in range(3):
+        np.testing.assert_allclose(session.run("a", x)["y"], np.tanh(x) + i * WIDTH, rtol=1e-5)
+        session.run("a", np.array([[1]], np.int32), signature="update")
+
+
 @pytest.mark.parametrize("device", ["GPU:99", "gpu:0", "CPU", "/CPU:0"])
 def test_a_device_that_is_not_there_is_refused(session, device):
     """TensorFlow would run the model on the CPU without a word."""
@@ -551,7 +625,8 @@ def test_devices_are_those_of_the_config():
 
 
 @pytest.mark.parametrize(("devices", "placed"), [(["CPU:0", "GPU:0", "GPU:1"], ["GPU:0", "GPU:1", "GPU:0"]),
-                                                 (["CPU:0", "GPU:0"], ["", "", ""])])
+                                                 (["CPU:0", "GPU:0"], ["GPU:0"] * 3),
+                                                 (["CPU:0", "CPU:1"], ["CPU:0"] * 3)])
 def test_tenants_are_spread_over_gpus(session, monkeypatch, devices, placed):
     monkeypatch.setattr("tf_stitch.serving.session.devices", lambda config: devices)
     assert [session._device(None) for _ in range(3)] == placed

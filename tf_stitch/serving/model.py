@@ -17,8 +17,8 @@ from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from ..errors import OptionError, SavedModelError
-from ..graph.rewriter import OP
 from ..saved_model import INIT_SIGNATURE, _first_line, read, stitched_nodes
+from .graphs import place, shorten
 
 TAGS = {"serve"}
 INTEGERS, NUMBERS = "iu", "biuf"  # kinds of NumPy's types
@@ -198,6 +198,7 @@ class ServedModel:
             raise SavedModelError(f"'{folder}' holds no graph for serving (tag 'serve').") from None
         if device:
             place(meta.graph_def, device)
+        shorten(meta)
         with self.graph.as_default():
             saver, _ = loader.load_graph(self.graph, TAGS)
             loader.restore_variables(self.session, saver)
@@ -211,19 +212,6 @@ class ServedModel:
             has = f"it has {', '.join(names)}" if names else "it has none"
             raise OptionError(f"The model in '{self.folder}' has no signature '{wanted}'; {has}.")
         return wanted
-
-
-def place(graph_def: Any, device: str) -> None:
-    """Puts the nodes that have no device, those of functions too, on ``device`` ("GPU:1").
-
-    Fallbacks of stitched ops are left alone: they run where their op runs.
-    """
-    library = graph_def.library.function
-    nodes = [*graph_def.node, *(n for f in library for n in f.node_def)]
-    fallbacks = {n.attr["fallback"].func.name for n in nodes if n.op == OP}
-    for node in itertools.chain(graph_def.node, *(f.node_def for f in library if f.signature.name not in fallbacks)):
-        if not node.device and node.op != "Placeholder":
-            node.device = f"/device:{device}"
 
 
 def devices(config: Any) -> list[str]:

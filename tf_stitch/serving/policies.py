@@ -29,8 +29,10 @@ from .load import Client, Inputs
 from .session import StitchSession
 
 POLICIES = ("timeslice", "hyperq", "batching", "stitched", "superkernel")
+OURS = ("stitched", "superkernel")
 OTHERS = ("processes", "mps")  # take longer to start
 THREADS = 128            # of the policies that may have many requests at once
+BEST_EFFORT_THREADS = 8  # of best effort beside others: enough to keep a device full
 LOADERS = 8              # models that are loaded at a time
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)  # that BatchFunction pads to, in requests' rows
 BATCH_WAIT_US, BATCH_THREADS = 1000, 4  # of each model
@@ -55,7 +57,8 @@ class Devices:
     """Where models run.
 
     Attributes:
-      gpus: virtual GPUs of this process: 0 for the policies that share one, 1, 2, ... for hyperq's models.
+      gpus: virtual GPUs of this process: 0 for the policies that share one, 1, 2, ... for hyperq's models, the last one
+        for models that go before others.
       config: a ConfigProto that says so (None on a machine without a GPU).
       memory_mb: of each.
     """
@@ -71,14 +74,18 @@ class Devices:
 
     def own(self, index: int) -> str | None:
         """A device, with a stream of its own, for one model."""
-        if not self.gpus:
-            return None
-        return f"GPU:{1 + index % (self.gpus - 1)}" if self.gpus > 1 else "GPU:0"
+        return f"GPU:{1 + index % (self.gpus - 2)}" if self.gpus > 2 else self.shared
+
+    @property
+    def urgent(self) -> str | None:
+        """A device whose stream goes before the others'."""
+        return f"GPU:{self.gpus - 1}" if self.gpus > 2 else self.shared
 
 
 def virtual_gpus(count: int, memory_mb: int) -> Devices:
-    """Splits the first GPU into ``count + 1`` virtual ones of ``memory_mb`` each; no devices where there is no GPU.
+    """Splits the first GPU into ``count + 2`` virtual ones of ``memory_mb`` each; no devices where there is no GPU.
 
+    The last one's stream has a higher priority.
     Must come before anything else uses the GPU in this process.  Raises OptionError when it comes too late.
     """
     from tensorflow.core.protobuf import config_pb2
@@ -86,17 +93,18 @@ def virtual_gpus(count: int, memory_mb: int) -> Devices:
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return Devices()
-    limits = [memory_mb] * (count + 1)
+    limits, priorities = [memory_mb] * (count + 2), [0] * (count + 1) + [-1]
     try:
         tf.config.set_visible_devices(gpus[:1], "GPU")
         tf.config.set_logical_device_configuration(
-            gpus[0], [tf.config.LogicalDeviceConfiguration(memory_limit=m) for m in limits])
+            gpus[0], [tf.config.LogicalDeviceConfiguration(memory_limit=m, experimental_priority=p)
+                      for m, p in zip(limits, priorities)])
     except (RuntimeError, ValueError) as error:
         raise OptionError(f"The GPU cannot be split any more: {error}") from None
     config = config_pb2.ConfigProto()
     config.gpu_options.visible_device_list = "0"
-    config.gpu_options.experimental.virtual_devices.add(memory_limit_mb=limits)
-    return Devices(count + 1, config, memory_mb)
+    config.gpu_options.experimental.virtual_devices.add(memory_limit_mb=limits, priority=priorities)
+    return Devices(len(limits), config, memory_mb)
 
 
 def open_session(policy: str, models: Sequence[Model], devices: Devices, work: Path, *,
@@ -108,20 +116,29 @@ def open_session(policy: str, models: Sequence[Model], devices: Devices, work: P
     if policy not in POLICIES:
         raise OptionError(f"Policy '{policy}' is not known; use {', '.join((*POLICIES, *OTHERS))}.")
     count = {"timeslice": 1, "hyperq": len(models)}.get(policy, threads)
-    session = StitchSession(coalesce=policy == "superkernel", threads=count, reserve=0, config=devices.config,
+    mixed = policy in OURS and any(m.client.best_effort for m in models)
+    session = StitchSession(coalesce=policy == "superkernel", threads=count, config=devices.config,
+                            reserve=max(count - BEST_EFFORT_THREADS, 0) if mixed else 0,
                             scheduler_options=scheduler_options)
+
+    def add(index: int) -> None:
+        model = models[index]
+        device = devices.own(index) if policy == "hyperq" else devices.shared
+        urgent = mixed and not model.client.best_effort
+        _add(session, policy, model, devices.urgent if urgent else device, work)
+
     try:
         with ThreadPoolExecutor(LOADERS) as pool:
-            list(pool.map(lambda i: _add(session, policy, i, models[i], devices, work), range(len(models))))
+            list(pool.map(add, range(len(models))))
     except BaseException:
         session.close(0)
         raise
     return session
 
 
-def _add(session: StitchSession, policy: str, index: int, model: Model, devices: Devices, work: Path) -> None:
+def _add(session: StitchSession, policy: str, model: Model, device: str | None, work: Path) -> None:
     client, folder = model.client, model.copies.get(policy, model.folder)
-    own_way = policy in ("stitched", "superkernel")
+    own_way = policy in OURS
     if policy == "batching" and policy not in model.copies:
         folder = work / f"batching_{client.name}"
         batched(model, folder)
@@ -132,7 +149,7 @@ def _add(session: StitchSession, policy: str, index: int, model: Model, devices:
         priority="best_effort" if own_way and client.best_effort else "latency",
         max_in_flight=1 if policy == "hyperq" else None, max_queue=100_000,
         warmup=_of_every_size(client.samples[0]) if policy == "batching" else client.samples[:1],
-        device=devices.own(index) if policy == "hyperq" else devices.shared)
+        device=device)
 
 
 def _of_every_size(sample: Inputs) -> list[Inputs]:

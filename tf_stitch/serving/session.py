@@ -125,7 +125,7 @@ class StitchSession:
           weight: share among tenants of one priority when the device is full.
           max_in_flight: requests of it that run at once (None: as many as there are threads).
           max_queue: requests of it without an answer, beyond which further ones raise ResourceExhaustedError.
-          device: "GPU:1", "CPU:0", ...; None: the GPUs in turn where there are several, else TensorFlow chooses.
+          device: "GPU:1", "CPU:0", ...; "" leaves it to TensorFlow; None: the GPUs in turn, or the CPU.
           stitch: False leaves a SavedModel as it is.
           verify: compare a rewritten model's outputs with the original's.
           input_signature: types and shapes of a plain function's arguments.
@@ -360,14 +360,14 @@ class StitchSession:
         return devices(self._config)
 
     def _device(self, wanted: str | None) -> str:
-        """Where the next model goes: what is wanted, else the next GPU of several, else "" (TensorFlow chooses)."""
+        """Where the next model goes: what is wanted ("": TensorFlow chooses), else the next GPU, else the CPU."""
         if wanted is not None:
             if wanted and wanted not in self._devices:  # TensorFlow would place its nodes on the CPU
                 raise OptionError(f"There is no device '{wanted}'; there are {', '.join(self._devices)}.")
             return wanted
         gpus = [d for d in self._devices if d.startswith("GPU:")]
-        if len(gpus) < 2:
-            return ""
+        if not gpus:
+            return "CPU:0"
         self._placed += 1
         return gpus[(self._placed - 1) % len(gpus)]
 
