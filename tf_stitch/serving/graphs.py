@@ -124,6 +124,7 @@ class _Unfolded:
                 found.update(((name, port), ref) for port, ref in enumerate(self.call(node.proto, inputs)))
                 continue
             copy = node_def_pb2.NodeDef(name=f"{at}/{name}", op=node.op, device=node.device, input=map(_text, inputs))
+            assert node.proto is not None  # it is no argument
             for key, value in node.proto.attr.items():
                 if key != "_class":
                     copy.attr[key].CopyFrom(value)
