@@ -32,6 +32,8 @@ TARGETS = {
     "tensorflow/core/framework/memory_types.h": f"{_CORE}:framework",
     "tensorflow/core/framework/op.h": f"{_CORE}:framework",
     "tensorflow/core/framework/op_kernel.h": f"{_CORE}:framework",
+    "tensorflow/core/framework/resource_mgr.h": f"{_CORE}:framework",
+    "tensorflow/core/framework/resource_var.h": f"{_CORE}:framework",
     "tensorflow/core/framework/shape_inference.h": f"{_CORE}:framework",
     "tensorflow/core/lib/core/threadpool.h": f"{_CORE}:lib",
     "tensorflow/core/platform/env.h": f"{_CORE}:lib",
