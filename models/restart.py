@@ -75,7 +75,7 @@ def _measure_here(name: str, dynamic: bool, turns: Turns) -> dict[str, Any]:
     signature = instance.signature(None if dynamic else workload.batch)
     made = tf_stitch.function(instance.function, input_signature=signature)
     ready = time.perf_counter()
-    with turns.measuring():
+    with turns.quiet():
         start_tracing = time.perf_counter()
         made.get_concrete_function()
         traced = time.perf_counter()
