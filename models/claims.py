@@ -54,9 +54,9 @@ def _checks(found: Mapping[str, Mapping[str, Any]]) -> Iterable[Claim]:
     for part in CHECKS:
         steps = found.get(part) or {}
         failed = {k: v["error"] for k, v in steps.items() if "error" in v}
-        wrong = sum(v.get("wrong", 0) for v in steps.values())
+        wrong = sum(v.get("wrong", 0) + v.get("failed", 0) for v in steps.values())
         total = sum(v.get("passed", v.get("compared", v.get("calls", 0))) for v in steps.values())
-        figure = f"{total} in {len(steps)} steps, {wrong} wrong, {len(failed)} failed" if steps else "-"
+        figure = f"{total} passed, {wrong} failed; {len(failed)} of {len(steps)} steps did not end" if steps else "-"
         figure += "".join(f"; {k}: {v[:200]}" for k, v in failed.items())
         yield Claim(f"GPU check: {part}", not (failed or wrong) if steps else None, figure)
 

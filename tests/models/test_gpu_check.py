@@ -86,8 +86,9 @@ def test_more_promises() -> None:
     right["rows"][0]["max_rel_error"] = 1e-8
     assert verdict(right, "as right as TensorFlow, known") is False
     assert verdict(document({}, {}, checks={"tests": {"a.py": {"passed": 3}}}), "GPU check: tests") is True
-    bad = {"tests": {"a.py": {"passed": 3}, "b.py": {"error": "2 failed"}}}
-    assert verdict(document({}, {}, checks=bad), "GPU check: tests") is False
+    for step in ({"error": "it died"}, {"passed": 3, "failed": 1}):
+        bad = {"tests": {"a.py": {"passed": 3}, "b.py": step}}
+        assert verdict(document({}, {}, checks=bad), "GPU check: tests") is False
     faster = document({}, {})
     faster["rows"].append({**faster["rows"][2], "system": "torch", "latency_us": 3.0})
     assert verdict(faster, "fastest of all systems, lr") is False
