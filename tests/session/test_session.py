@@ -180,6 +180,11 @@ def test_swap_under_load(session):
     session.add("a", scaled(1.0))
     stop, bad, seen = threading.Event(), [], set()
 
+    def answered(factor):  # clients on a busy machine may not have come to run yet
+        until = time.monotonic() + 60
+        while factor not in seen and not bad and time.monotonic() < until:
+            time.sleep(0.001)
+
     def client(seed):
         x = rows(seed)
         while not stop.is_set():
@@ -193,10 +198,12 @@ def test_swap_under_load(session):
     for t in threads:
         t.start()
     versions = [session.version("a")]
+    answered(1.0)
     for factor in (2.0, 3.0):
         session.swap("a", scaled(factor))
         versions.append(session.version("a"))
         check(session.run("a", rows(9)), factor, rows(9))  # what is submitted after swap() runs the new version
+        answered(factor)
     stop.set()
     for t in threads:
         t.join()

@@ -31,6 +31,7 @@ struct ts_problem {
                          int32_t* ts_status)
 #define TS_CASE(k, name) \
   if (ts_kernel == (k)) return name(ts_p, ts_block, ts_block + 1, ts_shared, ts_status);
+#define TS_COPY_PIECES  // requests are joined by plain copies
 #define TS_ENTER(bits) typedef int64_t ts_idx; (void)ts_shared; (void)ts_status;
 #define TS_IN(T, name, k) const T* __restrict name = (const T*)ts_p->buffers[k];
 #define TS_BUFFER(T, k) (const T*)ts_p->buffers[k]
