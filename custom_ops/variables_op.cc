@@ -77,7 +77,11 @@ class StitchedVariablesOp : public OpKernel {
     for (size_t i = 0; i < found.size(); ++i) {
       const std::string& container = containers_[i].empty() ? resources->default_container() : containers_[i];
       Var* variable = nullptr;
-      TF_RETURN_IF_ERROR(resources->Lookup(container, names_[i], &variable));
+      absl::Status status = resources->Lookup(container, names_[i], &variable);
+      if (!status.ok()) {  // the code is that of TensorFlow's own reads
+        return absl::FailedPreconditionError("Could not find variable '" + names_[i] +
+                                             "': it is not initialized, or was deleted.");
+      }
       found[i].reset(variable);
     }
     variables_ = std::move(found);

@@ -14,8 +14,10 @@ import tensorflow as tf
 import tf_stitch
 from tf_stitch import warmup
 from tf_stitch.errors import OptionError, SavedModelError
+from tf_stitch.saved_model import read
 from tf_stitch.serving import scheduler
-from tf_stitch.serving.graphs import place
+from tf_stitch.serving.graphs import place, shorten
+from tf_stitch.serving.sources import save_function, stitched_copy
 
 from .marks import BOTH
 from .support import NATIVE, WIDTH, check, rows, scaled, want, workers
@@ -611,6 +613,52 @@ def test_variables_that_something_updates_in_part_are_read_one_by_one(session, t
     for i in range(3):
         np.testing.assert_allclose(session.run("a", x)["y"], np.tanh(x) + i * WIDTH, rtol=1e-5)
         session.run("a", np.array([[1]], np.int32), signature="update")
+
+
+def test_variables_that_something_gathers_from_are_read_one_by_one(session):
+    """TensorFlow copies them at each read from the first gather on; others of the graph are read together."""
+    table = tf.Variable(np.random.default_rng(0).standard_normal([4, WIDTH]).astype(np.float32))
+    scale = tf.Variable(np.float32(2.0))
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32, name="i")], autograph=False)
+    def call(i):
+        x = tf.tanh(tf.nn.embedding_lookup(table, i)) * scale + 1.0
+        return {"y": tf.matmul(x, table, transpose_b=True)}
+
+    session.add("a", call, warmup=False)
+    ops = [n.op for n in served_nodes(session, "a")]
+    assert {"StitchedProgram", "StitchedVariables", "ResourceGather"} <= set(ops) and ops.count("ReadVariableOp") == 1
+    for _ in range(3):
+        want = (np.tanh(table.numpy()[[1, 3]]) * 2 + 1) @ table.numpy().T
+        np.testing.assert_allclose(session.run("a", np.array([1, 3], np.int32))["y"], want, rtol=1e-4)
+
+
+def stitched_meta(function, folder):
+    """The MetaGraph of a function's stitched SavedModel."""
+    save_function(function, folder / "m", None)
+    (meta,) = read(stitched_copy(folder / "m", NATIVE, "host", False, folder)).meta_graphs
+    return meta
+
+
+def test_a_call_that_waits_for_something_is_left_alone(tmp_path):
+    meta = stitched_meta(scaled(2.0), tmp_path)
+    (before,) = {o.name.partition(":")[0] for o in meta.signature_def["serving_default"].outputs.values()}
+    waiting = type(meta).FromString(meta.SerializeToString())
+    (call,) = [n for n in waiting.graph_def.node if n.name == before]
+    call.input.append("^" + waiting.graph_def.node.add(name="effect", op="NoOp").name)
+    for graph, shorter in ((meta, True), (waiting, False)):
+        shorten(graph)
+        (output,) = graph.signature_def["serving_default"].outputs.values()
+        assert output.name.startswith("tf_stitch_served") == shorter
+
+
+def test_a_variable_that_is_not_there_is_named(session):
+    session.add("a", scaled(2.0), warmup=False)
+    graph = session.v1("a").graph
+    (name,) = [n.name for n in served_nodes(session, "a") if n.op == "StitchedVariables"]
+    with tf.compat.v1.Session(graph=graph) as empty, pytest.raises(
+            tf.errors.FailedPreconditionError, match=r"Could not find variable '.+': it is not initialized"):
+        empty.run(f"{name}:0")
 
 
 @pytest.mark.parametrize("device", ["GPU:99", "gpu:0", "CPU", "/CPU:0"])

@@ -22,9 +22,10 @@ PREFIX = "tf_stitch_served"
 VARIABLES = "StitchedVariables"
 # Types whose variables lie where the graph is placed; those of others may be elsewhere.
 READ_TOGETHER = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_HALF, types_pb2.DT_BFLOAT16, types_pb2.DT_DOUBLE})
-# What updates variables in part, or ends them: then their values are not handed out as they are.
-PART_WRITERS = ("ResourceScatter", "ResourceApply", "ResourceSparse", "ResourceStridedSlice", "ResourceCountUpTo",
-                "DestroyResource")
+# What takes and sets variables as a whole.  TensorFlow copies a variable at each read once something else used it (a
+# gather, a scatter, an optimizer), and only its own reads do.
+WHOLE = frozenset({"ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "VariableShape",
+                   "VarIsInitializedOp", "DisableCopyOnRead"})
 XLA = "_XlaMustCompile"
 READERS = frozenset({"ReadVariableOp", "ResourceGather", "VariableShape"})
 Ref = tuple[str, int]
@@ -50,8 +51,8 @@ def shorten(meta: Any) -> None:
     """
     graph_def = meta.graph_def
     nodes = {n.name: n for n in graph_def.node}
-    together = not any(n.op.startswith(PART_WRITERS) for n in _all_nodes(graph_def))
     library = {f.signature.name: f for f in graph_def.library.function}
+    whole = _whole(graph_def, library)
     for number, signature in enumerate(meta.signature_def.values()):
         outputs = [info for info in signature.outputs.values() if info.WhichOneof("encoding") == "name"]
         refs = [_ref(info.name) for info in outputs]
@@ -61,11 +62,13 @@ def shorten(meta: Any) -> None:
         call = nodes.get(calls.pop())
         if call is None or call.op not in CALLS or not _can_unfold(call, library):
             continue
+        if any(x.startswith("^") for x in call.input):  # what has to run before it has effects
+            continue
         unfolded = _Unfolded(f"{PREFIX}_{number}", graph_def.library, library)
-        results = unfolded.call(call, [_ref(x) for x in call.input if not x.startswith("^")])
+        results = unfolded.call(call, [_ref(x) for x in call.input])
         if not any(n.op == OP for n in unfolded.nodes) or {name for name, _ in results} & nodes.keys():
             continue
-        instead = _read_together(unfolded, nodes) if together else {}
+        instead = _read_together(unfolded, whole)
         fetched = [instead.get(results[port][0], results[port]) for _, port in refs]
         _stay_on_host(unfolded.nodes, nodes, fetched)
         graph_def.node.extend(unfolded.nodes)
@@ -147,15 +150,40 @@ def _in_order(view: GraphView) -> Iterator[str]:
 
 # --- variables -----------------------------------------------------------------------------------------
 
+def _whole(graph_def: Any, library: Mapping[str, Any]) -> dict[str, Any]:
+    """The handles, by node, of the graph's variables that are only taken and set as a whole."""
+    handles = {n.name: n for n in graph_def.node if n.op == "VarHandleOp" and n.attr["shared_name"].s}
+    other = {_variable(n) for f in library.values() for n in f.node_def if n.op == "VarHandleOp"}
+    seen: set[tuple[str, tuple[str, ...]]] = set()
+    work: list[tuple[Sequence[Any], dict[str, str]]] = [(graph_def.node, {name: name for name in handles})]
+    while work:
+        nodes, known = work.pop()
+        for n in nodes:
+            given = tuple(known.get(x.partition(":")[0], "") for x in n.input if not x.startswith("^"))
+            function = library.get(n.attr["f"].func.name) if n.op in CALLS else None
+            if function is None or any(a.type == types_pb2.DT_RESOURCE for a in function.signature.output_arg):
+                other.update(_variable(handles[name]) for name in given if name and n.op not in WHOLE)
+            elif any(given) and (function.signature.name, given) not in seen:
+                seen.add((function.signature.name, given))
+                arguments = (a.name for a in function.signature.input_arg)
+                work.append((function.node_def, {a: name for a, name in zip(arguments, given) if name}))
+    return {name: n for name, n in handles.items() if _variable(n) not in other}
+
+
+def _variable(handle: Any) -> tuple[bytes, bytes]:
+    return handle.attr["container"].s, handle.attr["shared_name"].s
+
+
 def _read_together(unfolded: _Unfolded, nodes: Mapping[str, Any]) -> dict[str, Ref]:
     """Puts one node in place of all reads of variables of a device; what there is instead of each, by name.
 
-    Variables that are not floating point, and those of which TensorFlow decides where they are, are read as before.
+    ``nodes`` are handles of variables.  Variables that are not floating point, and those of which TensorFlow decides
+    where they are, are read as before.
     """
     reads: dict[str, list[Any]] = {}  # by device
     for n in unfolded.nodes:
         handle = nodes.get(_ref(n.input[0])[0]) if n.op == "ReadVariableOp" else None
-        if handle is not None and handle.op == "VarHandleOp" and handle.device and handle.device == n.device and (
+        if handle is not None and handle.device and handle.device == n.device and (
                 handle.attr["dtype"].type in READ_TOGETHER):
             reads.setdefault(n.device, []).append(n)
     instead: dict[str, Ref] = {}
@@ -166,7 +194,7 @@ def _read_together(unfolded: _Unfolded, nodes: Mapping[str, Any]) -> dict[str, R
         for handle in handles.values():
             node.attr["dtypes"].list.type.append(handle.attr["dtype"].type)
             node.attr["containers"].list.s.append(handle.attr["container"].s)
-            node.attr["names"].list.s.append(handle.attr["shared_name"].s or handle.name.encode())
+            node.attr["names"].list.s.append(handle.attr["shared_name"].s)
             node.attr["shapes"].list.shape.add().CopyFrom(handle.attr["shape"].shape)
         ports = {text: port for port, text in enumerate(handles)}
         instead.update((n.name, (node.name, ports[n.input[0]])) for n in here)
