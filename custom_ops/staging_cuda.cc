@@ -39,13 +39,16 @@ Staging::~Staging() {
 
 Result Staging::Copy(const std::vector<Piece>& pieces, size_t total, void* to, Stream stream) {
   Block block = Take(total);
-  std::vector<char> pageable(block.memory ? 0 : total);  // the driver has taken its bytes when the copy returns
+  std::vector<char> pageable(block.memory ? 0 : total);
   char* from = block.memory ? block.memory : pageable.data();
   for (const Piece& p : pieces) {
     if (p.bytes) memcpy(from + p.at, p.from, p.bytes);
   }
   Result result = driver_.MemcpyHtoDAsync(to, from, total, stream);
-  if (!block.memory) return result;
+  if (!block.memory) {  // a device that reads pageable memory itself may do so after the copy has returned
+    Result waited = driver_.StreamSynchronize(stream);
+    return result ? result : waited;
+  }
   if (!result) result = driver_.EventRecord(block.copied, stream);
   if (result) driver_.StreamSynchronize(stream);  // nothing else says when the block is free
   std::lock_guard<std::mutex> lock(mu_);
