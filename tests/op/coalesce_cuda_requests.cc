@@ -63,18 +63,7 @@ void Serve(const std::deque<Model>& models, int lanes, uint64_t seed) {
     });
   }
   for (auto& t : threads) t.join();
-  Must(coalescer.Drain(60'000'000), "requests are held for ever");
-  coalescer.Stop();
-  cuda::g_gpu->Synchronize();
-  size_t completed = 0;
-  for (auto& each : runs) {
-    for (auto& run : each) {
-      Must(run->done, "a request has no answer");
-      completed += run->completed;
-    }
-  }
-  for (cuda::Stream s : streams) driver.StreamDestroy(s);
-  Must(completed > kThreads * kEach / 2, "too few requests complete");
+  End(&coalescer, runs, streams);
 }
 
 // Requests that find nothing held: their callers run them, by the plan's launches, then by graphs of any addresses.

@@ -91,6 +91,28 @@ class Run : public CudaRequest {
   std::vector<Floats> values_;  // of the inputs, but for the element too many
 };
 
+// Ends a coalescer whose requests, some of them cancelled, are all submitted: each must have an answer, most of them a
+// result.  What it had done by then.
+template <class Request>
+DeviceStats End(Coalescer* coalescer, const std::vector<std::vector<std::shared_ptr<Request>>>& requests,
+                const std::vector<cuda::Stream>& streams) {
+  Must(coalescer->Drain(60'000'000), "requests are held for ever");
+  DeviceStats stats = coalescer->stats().counts;
+  coalescer->Stop();
+  cuda::g_gpu->Synchronize();
+  size_t all = 0, completed = 0;
+  for (const auto& each : requests) {
+    for (const auto& request : each) {
+      Must(request->done, "a request has no answer");
+      completed += request->completed;
+    }
+    all += each.size();
+  }
+  for (cuda::Stream s : streams) cuda::LoadDriver(nullptr)->StreamDestroy(s);
+  Must(completed > all / 2, "too few requests complete");
+  return stats;
+}
+
 }  // namespace
 
 #endif  // TF_STITCH_TESTS_OP_COALESCE_CUDA_RUNS_H_

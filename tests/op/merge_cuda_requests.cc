@@ -124,20 +124,7 @@ DeviceStats Serve(Program1* program, int lanes, uint64_t seed, int64_t merge_byt
     });
   }
   for (auto& t : threads) t.join();
-  Must(coalescer.Drain(60'000'000), "requests are held for ever");
-  DeviceStats stats = coalescer.stats().counts;
-  coalescer.Stop();
-  cuda::g_gpu->Synchronize();
-  size_t completed = 0;
-  for (auto& each : all) {
-    for (auto& request : each) {
-      Must(request->done, "a request has no answer");
-      completed += request->completed;
-    }
-  }
-  for (cuda::Stream s : streams) driver.StreamDestroy(s);
-  Must(completed > kThreads * kEach / 2, "too few requests complete");
-  return stats;
+  return End(&coalescer, all, streams);
 }
 
 }  // namespace

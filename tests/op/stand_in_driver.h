@@ -15,11 +15,10 @@
 #include "../../custom_ops/cublas_lt.h"
 #include "../../custom_ops/cudnn.h"
 #include "../../custom_ops/runtime_cuda.h"
+#include "stand_in_load.h"
 
 namespace tf_stitch::cuda {
 namespace {
-
-Driver Make();  // the stand-in
 
 // --- kernels: a parameter block's words are addresses, dims, blocks -------------------------------------
 
@@ -67,12 +66,6 @@ Driver DriverOfOneDevice() {
 }
 
 }  // namespace
-
-const Driver* LoadDriver(std::string*) {
-  static const Driver driver = Make();
-  return &driver;
-}
-std::string Describe(const Driver&, Result) { return "CUDA_ERROR_FAKE (fake)"; }
 
 // --- libraries -------------------------------------------------------------------------------------------
 
