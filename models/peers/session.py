@@ -6,6 +6,7 @@ chooses kernels by timing them while others use the GPU; the faster of torch's m
 """
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import selectors
@@ -77,7 +78,7 @@ def rows(peers: Sequence[str], workloads: Sequence[str], folder: Path, seconds: 
     """Rows of all workloads in all peers and modes, each as soon as it is there; :func:`best` sums them up.
 
     Args:
-      peers: "jax", "torch".
+      peers: "jax", "torch", or one mode of a peer: "torch:max-autotune".
       workloads: names; their files are in ``folder``.
       folder: files of :mod:`models.reference`, made with the weights.
       seconds: what has no figure by then gets a row that says so.
@@ -86,7 +87,7 @@ def rows(peers: Sequence[str], workloads: Sequence[str], folder: Path, seconds: 
     end = time.monotonic() + seconds
     names = sorted(workloads, key=lambda w: HEAVY.index(w) if w in HEAVY else len(HEAVY))
     processes = [_process(peer, w, mode, folder, rounds, round_s)
-                 for peer in peers for mode in MODES[peer] for w in names]
+                 for peer, mode in itertools.chain.from_iterable(map(modes, peers)) for w in names]
     started: list[_Process] = []
     try:
         _compile(processes, started, end)
@@ -95,6 +96,12 @@ def rows(peers: Sequence[str], workloads: Sequence[str], folder: Path, seconds: 
     finally:
         for p in started:
             p.kill()
+
+
+def modes(peer: str) -> list[tuple[str, str]]:
+    """The peer and mode of "torch:max-autotune"; of "torch" the peer and each of its modes; [] of an unknown one."""
+    name, _, mode = peer.partition(":")
+    return [(name, m) for m in MODES.get(name, ()) if mode in ("", m)]
 
 
 def _process(peer: str, workload: str, mode: str, folder: Path, rounds: int, round_s: float) -> _Process:

@@ -92,3 +92,9 @@ def test_nothing_of_tensorflow_is_needed() -> None:
     root = Path(__file__).resolve().parents[2]
     assert os.spawnve(os.P_WAIT, sys.executable, [sys.executable, "-c", script],
                       {**os.environ, "PYTHONPATH": str(root)}) == 0
+
+
+def test_modes():
+    assert session.modes("torch") == [("torch", "reduce-overhead"), ("torch", "max-autotune")]
+    assert session.modes("torch:max-autotune") == [("torch", "max-autotune")]
+    assert session.modes("jax") == [("jax", "")] and not session.modes("torch:fast") and not session.modes("other")
