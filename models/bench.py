@@ -250,7 +250,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="batch size (default: the workload's own)")
     parser.add_argument("--batches", choices=SHAPES, default="known",
                         help="whether the systems know the batch size (default: %(default)s)")
-    parser.add_argument("--peers", default="", help="comma-separated: jax, torch, or one mode of torch, as torch:max-autotune")
+    parser.add_argument("--peers", default="", help="comma-separated: jax, torch, or a mode, as torch:max-autotune")
     parser.add_argument("--peer-seconds", type=float, default=600, help="time for the peers")
     parser.add_argument("--reference", type=Path, help="folder of the float64 results (default: computed anew)")
     parser.add_argument("--quick", action="store_true", help="few short rounds, and no float64 run")

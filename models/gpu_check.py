@@ -479,7 +479,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compared", type=int, default=100, help="of them compared with static rewrites")
     parser.add_argument("--xla-seconds", type=float, default=10.0, help="time for more XLA compiles, per workload")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time in the restart part")
-    parser.add_argument("--peers", default="jax,torch", help="of the peers part: libraries, or one mode as torch:max-autotune")
+    parser.add_argument("--peers", default="jax,torch", help="of the peers part, or a mode as torch:max-autotune")
     parser.add_argument("--scratch", type=Path, help="folder of float64 results and kernel caches (default: a new one)")
     parser.add_argument("--dry", action="store_true", help="without a GPU: CUDA text is compiled, the host's is run")
     parser.add_argument("--commit", default="", help="what the results name as the commit, where there is no git")
