@@ -96,9 +96,17 @@ def test_known_sizes_and_other_targets_have_one_plan():
     b = Builder()
     known = b.finish([plain(b, b.param((8, 512), "float32"), b.param((512, 1024), "float32"))])
     assert len(variants.plan_variants(known, CUDA).plans) == 1
-    coalesced = Options(target="cuda:sm_90", superkernels=True)
-    for target in (HOST, of_options(coalesced)):
+    for target in (HOST, of_options(Options(target="cuda:sm_90", grids=True))):
         assert len(variants.plan_variants(two_layers(), target).plans) == 1
+
+
+def test_requests_that_are_to_share_launches_have_the_plans_of_those_that_are_not():
+    """A request of one row is as fast alone: its products are kernels, which many requests can share too."""
+    options = Options(target="cuda:sm_90")
+    alone, shared = (compiler.lay_out(two_layers(), of_options(o))[0]
+                     for o in (options, replace(options, superkernels=True)))
+    for size in SIZES[1:]:
+        assert [type(s) for s in ran(shared, size)] == [type(s) for s in ran(alone, size)]
 
 
 @pytest.mark.parametrize("make", [two_layers, images], ids=lambda f: f.__name__)

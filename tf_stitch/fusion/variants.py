@@ -49,7 +49,7 @@ class Variants:
 def plan_variants(graph: Graph, target: Any) -> Variants:
     """Plans of a graph.  Raises Unschedulable when a single node has no schedule."""
     general = _draft(graph, target)
-    size = None if target.superkernels or target.grids else _deciding(graph, target)
+    size = None if target.grids else _deciding(graph, target)
     if size is None:
         return Variants(None, [Variant(general.planner.graph, general.finish())])
     kept: list[tuple[Draft, int | None]] = [(general, None)]
