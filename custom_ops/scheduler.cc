@@ -24,6 +24,7 @@ constexpr int kThrottledShare = 4;        // a throttled tenant has a fourth of 
 constexpr double kLoss = 1.5;             // company that takes this much longer than one by one is no gain
 constexpr int kTrials = 3;                // measurements before that is believed: the first are slow
 constexpr int kRetry = 32;                // one in so many refusals is tried anyway: times change
+constexpr int kProbe = 8;                 // likewise of requests that are refused for their own time
 constexpr double kRateWindowUs = 500000;  // busy time that the rate of work is taken over
 
 std::string Milliseconds(double us) {
@@ -104,10 +105,17 @@ Policy::Kind* Policy::KindOf(const Work& work, Micros now) {
     kind.remaining_us.assign(work.units.size() + 1, 0);
     for (size_t i = work.units.size(); i-- > 0;) {
       const Unit& u = work.units[i];
-      kind.remaining_us[i] = kind.remaining_us[i + 1] + estimates_->Of(u.shape, 1, u.cost_us);
+      kind.remaining_us[i] = kind.remaining_us[i + 1] + Lone(u);
     }
   }
   return &kind;
+}
+
+// What a unit takes by itself.  Until it was measured a few times, a longer time than the cost model's is not believed:
+// the first runs load code, and who is refused for such a time is never measured again.
+double Policy::Lone(const Unit& u) const {
+  double us = estimates_->Of(u.shape, 1, u.cost_us);
+  return estimates_->Times(u.shape, 1) < kTrials ? std::min(us, u.cost_us) : us;
 }
 
 // Work done per busy microsecond, in microseconds that it would take alone: how much coalescing and lanes gain.
@@ -120,15 +128,18 @@ double Policy::backlog_us() const {
 }
 
 // Why a request cannot meet its deadline behind those that go first, or "".
-std::string Policy::Inadmissible(const Tenant& tenant, const Kind& kind, Micros deadline, Micros now) const {
+std::string Policy::Inadmissible(const Tenant& tenant, Kind* kind, Micros deadline, Micros now) const {
   if (deadline == kNever) return "";
   double ahead = 0;
   for (const auto& [id, e] : entries_) {
     bool first = e.best_effort != tenant.options.best_effort ? tenant.options.best_effort : e.deadline <= deadline;
     if (first) ahead += Remaining(e);
   }
-  double own = kind.remaining_us[0], wait = ahead / Rate();
-  if (static_cast<double>(deadline - now) >= wait + own) return "";
+  double own = kind->remaining_us[0], wait = ahead / Rate();
+  auto left = static_cast<double>(deadline - now);
+  if (left >= wait + own) return "";
+  bool is_own_fault = left > 0 && left < own && kind->held == 0;
+  if (is_own_fault && ++kind->refused % kProbe == 0) return "";  // its time is measured again
   return "A request of tenant '" + tenant.name +
          "' cannot meet its deadline: " + Milliseconds(static_cast<double>(std::max<Micros>(deadline - now, 0))) +
          " are left, about " + Milliseconds(wait) + " of work go first and its own takes " + Milliseconds(own) + ".";
@@ -141,7 +152,7 @@ Policy::Verdict Policy::Admit(uint64_t id, const std::string& name, std::shared_
   ++tenant->stats.requests;
   if (deadline == kNever && tenant->options.slo > 0) deadline = now + tenant->options.slo;
   Kind* kind = KindOf(*work, now);
-  std::string why = Inadmissible(*tenant, *kind, deadline, now);
+  std::string why = Inadmissible(*tenant, kind, deadline, now);
   bool waits = tenant->in_flight >= Limit(*tenant);
   if (why.empty() && waits && tenant->options.max_queue > 0 &&
       tenant->queue.size() >= static_cast<size_t>(tenant->options.max_queue)) {
@@ -466,9 +477,13 @@ void Policy::Finished(const Superkernel& s, double us, Micros now) {
     if (known) Drift(&found->second, capped);
     PromoteQueued(&found->second, now);  // its limit may have changed
   }
+  double whole = 0;  // as estimated now: others may have been measured since this one began
+  for (const Superkernel::Part& p : s.parts) whole += estimates_->Of(p.shape, p.count, p.cost_us);
+  std::vector<double> measured;
   for (const Superkernel::Part& p : s.parts) {
-    estimates_->Measured(p.shape, p.count, ratio * estimates_->Of(p.shape, p.count, p.cost_us));
+    measured.push_back(us * estimates_->Of(p.shape, p.count, p.cost_us) / whole);
   }
+  for (size_t i = 0; i < measured.size(); ++i) estimates_->Measured(s.parts[i].shape, s.parts[i].count, measured[i]);
 }
 
 }  // namespace tf_stitch

@@ -220,6 +220,7 @@ class Policy {
     std::vector<double> remaining_us;  // from unit i to the end; one more entry than units
     int64_t arrivals = 0;
     int64_t computed_at = 0;  // arrivals when remaining_us was computed
+    int refused = 0;          // requests, for their own time
     std::vector<int> at;      // requests, neither queued nor gone, by their next unit
     int held = 0;
     Micros last_arrival = 0;
@@ -243,7 +244,8 @@ class Policy {
   Kind* KindOf(const Work& work, Micros now);
   double Remaining(const Entry& e) const { return e.kind->remaining_us[e.next]; }
   Micros LatestStart(const Entry& e) const;
-  std::string Inadmissible(const Tenant& tenant, const Kind& kind, Micros deadline, Micros now) const;
+  double Lone(const Unit& unit) const;
+  std::string Inadmissible(const Tenant& tenant, Kind* kind, Micros deadline, Micros now) const;
   int Limit(const Tenant& tenant) const;
   void Activate(Entry* e, Micros now);
   void MakeReady(Entry* e, Micros now);

@@ -205,14 +205,56 @@ void AdmissionLooksAtTheQueue() {
   CHECK(c.Admit(6, "d", WorkOf({1})).kind == Policy::Verdict::kRejected);
 }
 
-// The first measured times count at once.
+// Measured times count once there are a few: the first may be those of loading.
 void AdmissionFollowsMeasurements() {
   Clock c;
-  CHECK(c.Held(1, "a", WorkOf({1}), c.now + 500));
-  CHECK(c.Next() == Ids{1});
-  c.Run(1000);
-  CHECK(c.Admit(2, "a", WorkOf({1}), c.now + 500).kind == Policy::Verdict::kRejected);
-  CHECK(c.Held(3, "a", WorkOf({1}), c.now + 1100));
+  uint64_t id = 1;
+  auto one = [&](double us) {
+    CHECK(c.Held(id, "a", WorkOf({1}), c.now + 500));
+    CHECK(c.Next() == Ids{id++});
+    c.Run(us);
+  };
+  one(70'000);
+  for (int i = 0; i < 2; ++i) one(1000);
+  CHECK(c.Admit(id++, "a", WorkOf({1}), c.now + 500).kind == Policy::Verdict::kRejected);
+  CHECK(c.Held(id++, "a", WorkOf({1}), c.now + 1100));
+}
+
+// A kind that is refused for its time is measured now and then: it may have become faster.
+void RefusalsForALongTimeEnd() {
+  Clock c;
+  uint64_t id = 1;
+  for (int i = 0; i < 8; ++i) {
+    CHECK(c.Held(id, "a", WorkOf({1})));
+    CHECK(c.Next() == Ids{id++});
+    c.Run(1000);
+  }
+  int refused = 0, last = 0;  // requests; the last of them
+  for (int i = 1; i <= 400; ++i) {
+    c.now += 2000;
+    if (c.Admit(id, "a", WorkOf({1}), c.now + 500).kind == Policy::Verdict::kRejected) {
+      ++refused, last = i;
+    } else {
+      CHECK(c.Next() == Ids{id});
+      c.Run(100);
+    }
+    ++id;
+  }
+  CHECK(refused > 8 && refused < 200 && last < 200);
+}
+
+// Several that run at a time are measured, each by itself, though the first of them changes what the others were
+// expected to take.
+void MeasurementsDoNotCompound() {
+  Clock c;
+  std::vector<Superkernel> under_way;
+  for (uint64_t id = 1; id <= 8; ++id) {
+    CHECK(c.Held(id, "a", WorkOf({id}, 100)) && c.Next() == Ids{id});
+    c.last.parts[0].shape = 77;
+    under_way.push_back(c.last);
+  }
+  for (const Superkernel& s : under_way) c.policy.Finished(s, 1000, c.now);
+  CHECK(c.estimates.Of(77, 1, 100) == 1000);
 }
 
 // Waits for the next request only where they usually come soon enough.
@@ -779,6 +821,8 @@ int main(int argc, char** argv) {
   SharesFollowWeights();
   AdmissionLooksAtTheQueue();
   AdmissionFollowsMeasurements();
+  RefusalsForALongTimeEnd();
+  MeasurementsDoNotCompound();
   WaitsForArrivalsThatAreUsual();
   QuotasQueueThenReject();
   DriftThrottles();
