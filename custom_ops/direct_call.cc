@@ -14,6 +14,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/synchronization/notification.h"
 #include "op_fallback.h"
+#include "runtime_host.h"
 #include "tensorflow/c/eager/tfe_context_internal.h"
 #include "tensorflow/c/eager/tfe_tensorhandle_internal.h"
 #include "tensorflow/core/common_runtime/eager/context.h"
@@ -245,6 +246,7 @@ absl::Status DirectCall::Run(absl::InlinedVector<Tensor, 8>* inputs, Variables* 
   params.op_device_context = device_context;
   params.runner = context_->runner();
   OpKernelContext op_context(&params);
+  FlushDenormals flush;  // as where TensorFlow runs the kernel
   if (AsyncOpKernel* kernel = kernel_->AsAsync()) {
     absl::Notification done;
     device_->ComputeAsync(kernel, &op_context, [&done] { done.Notify(); });

@@ -4,6 +4,10 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <pmmintrin.h>
+#include <xmmintrin.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -21,6 +25,25 @@ namespace tf_stitch {
 namespace {
 
 std::atomic<CompileFn> g_compile{nullptr};
+
+// The floating-point unit's settings, and those bits of them that flush denormals.
+#if defined(__x86_64__)
+constexpr uint64_t kFlush = _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON;
+uint64_t ControlWord() { return _mm_getcsr(); }
+void SetControlWord(uint64_t word) { _mm_setcsr(static_cast<unsigned>(word)); }
+#elif defined(__aarch64__)
+constexpr uint64_t kFlush = uint64_t{1} << 24;
+uint64_t ControlWord() {
+  uint64_t word;
+  asm volatile("mrs %0, fpcr" : "=r"(word));
+  return word;
+}
+void SetControlWord(uint64_t word) { asm volatile("msr fpcr, %0" : : "r"(word)); }
+#else
+constexpr uint64_t kFlush = 0;
+uint64_t ControlWord() { return 0; }
+void SetControlWord(uint64_t) {}
+#endif
 
 class Fd {
  public:
@@ -241,6 +264,9 @@ std::unique_ptr<HostCode> HostCode::Load(const Program& program, std::string* er
   return code;
 }
 
+FlushDenormals::FlushDenormals() : before_(ControlWord()) { SetControlWord(before_ | kFlush); }
+FlushDenormals::~FlushDenormals() { SetControlWord(before_); }
+
 int64_t ShardSize(int64_t blocks, int64_t cost, int threads) {
   if (threads <= 1) return blocks;
   double cycles = static_cast<double>(blocks) * static_cast<double>(cost);
@@ -251,6 +277,7 @@ int64_t ShardSize(int64_t blocks, int64_t cost, int threads) {
 
 void RunBlocks(const Program& program, const HostCode& code, const Plan& plan, size_t step, void* const* buffers,
                int64_t begin, int64_t end, int32_t* status) {
+  FlushDenormals flush;
   const Step& what = program.steps[step];
   const StepPlan& s = plan.steps[step];
   if (what.kind == Step::Kind::kLibrary) {

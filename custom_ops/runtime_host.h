@@ -55,6 +55,19 @@ class HostCode {
   std::vector<KernelFn> kernels_;  // by step; null for steps that are not kernels
 };
 
+// While one lives, the thread takes denormals for zero, as threads of TensorFlow's pools do.  Other threads run blocks
+// too (Python's, the scheduler's), and which of them does must not change a result.
+class FlushDenormals {
+ public:
+  FlushDenormals();
+  ~FlushDenormals();
+  FlushDenormals(const FlushDenormals&) = delete;
+  FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+ private:
+  uint64_t before_;
+};
+
 // Blocks of a step in one shard of a parallel loop: enough shards to balance, none too short to be worth a thread.
 int64_t ShardSize(int64_t blocks, int64_t cost, int threads);
 

@@ -203,6 +203,9 @@ void tf_stitch_graph_counters(int64_t* out) {
 // The code target that this processor runs best.
 const char* tf_stitch_host_target() { return tf_stitch::HostTargets().front().c_str(); }
 
+// From now on the calling thread takes denormals for zero, as threads of TensorFlow's pools do.
+void tf_stitch_flush_denormals() { static thread_local tf_stitch::FlushDenormals while_it_lives; }
+
 // See CompileFn in runtime_host.h.
 void tf_stitch_set_compiler(tf_stitch::CompileFn compile) { tf_stitch::SetCompiler(compile); }
 

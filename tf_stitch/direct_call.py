@@ -119,6 +119,7 @@ class Direct:
     Attributes:
       results: which values are the function's results; values are the arguments, ``fixed``, then every step's results.
       only: the graph is one program, whose results are the function's, in order.
+      unwritten: how many steps come before the first one that writes to a variable.
     """
 
     context: Any
@@ -126,6 +127,7 @@ class Direct:
     steps: list[_Program | _Op]
     results: list[int]
     only: int | None
+    unwritten: int
     owned: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -133,30 +135,40 @@ class Direct:
         finalizer.atexit = False
 
     def __call__(self, leaves: list[Any]) -> list[Any] | None:
-        """The results of a call; None when the function has to be called instead.
+        """The results of a call; None when the function has to be called instead, if only to say what is wrong: its
+        errors name nodes.
 
         Args:
           leaves: the call's arguments, as eager tensors.
 
         Raises:
-          tf.errors.OpError: what went wrong while a step ran.
+          tf.errors.OpError: what went wrong while a step ran, after variables were written to.
         """
         ctx = context.context()
         local = ctx._thread_local_data
         if local.device_name or local.op_callbacks or ctx._context_handle is not self.context \
                 or cancellation.context() is not None:
             return None
-        if self.only is not None:
-            out: list[Any] = []
-            return out if _run(self.only, leaves, out) else None
-        values = leaves + self.fixed
-        for step in self.steps:
+        try:
+            if self.only is not None:
+                out: list[Any] = []
+                return out if _run(self.only, leaves, out) else None
+            values = leaves + self.fixed
+            if not self._ran(self.steps[:self.unwritten], values):
+                return None
+        except errors_impl.OpError:
+            return None
+        return [values[i] for i in self.results] if self._ran(self.steps[self.unwritten:], values) else None
+
+    def _ran(self, steps: list[_Program | _Op], values: list[Any]) -> bool:
+        """Runs steps, whose results it appends to ``values``; False when one declined."""
+        for step in steps:
             if step.call is not None and _run(step.call, values, values):
                 continue
             if isinstance(step, _Program):
-                return None
+                return False
             values += self._execute(step, [values[i] for i in step.inputs])
-        return [values[i] for i in self.results]
+        return True
 
     def _execute(self, step: _Op, inputs: list[Any]) -> list[Any]:
         try:
@@ -214,7 +226,8 @@ class _Maker:
         first = steps[0]
         whole = len(steps) == 1 and not self.fixed and results == list(range(given, self.count))
         only = first.call if whole and isinstance(first, _Program) else None
-        return Direct(self.context, self.fixed, steps, results, only, self.owned)
+        writes = (i for i, s in enumerate(steps) if isinstance(s, _Op) and s.name in WRITERS)
+        return Direct(self.context, self.fixed, steps, results, only, next(writes, len(steps)), self.owned)
 
     # --- which nodes, in which order ----------------------------------------------------------------
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import tempfile
 import threading
 import time
 from concurrent.futures import CancelledError, wait
@@ -54,6 +55,16 @@ def test_what_is_served_is_stitched(session):
     assert "StitchedProgram" not in ops[1]
     x = rows(1, 5)
     np.testing.assert_allclose(session.run("stitched", x)["y"], session.run("plain", x)["y"], rtol=1e-5, atol=1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("stitch", [True, False])
+def test_denormals_are_zero_as_in_tensorflows_threads(session, stitch):
+    session.add("a", tf.function(lambda x: {"y": tf.abs(x) * 2 + x}, input_signature=[tf.TensorSpec([None, WIDTH])]),
+                stitch=stitch)
+    for rows_of_it in (1, 2):
+        x = np.full((rows_of_it, WIDTH), 2_000_000, np.uint32).view(np.float32)
+        assert not session.run("a", x)["y"].view(np.uint32).any()
 
 
 def test_saved_model_is_stitched_once(session, tmp_path, monkeypatch):
@@ -419,24 +430,34 @@ def test_earliest_deadline_first(gate):
 @pytest.mark.parametrize(("options", "message"), [
     ({"slo_ms": 0}, "'slo_ms' is 0"), ({"priority": "low"}, "'low' is not known"), ({"weight": -1}, "'weight'"),
     ({"max_queue": 0}, "'max_queue'"), ({"max_in_flight": 0}, "'max_in_flight'"),
-    ({"slo_ms": float("inf")}, "'slo_ms' is inf; it must be above 0 and finite"),
-    ({"slo_ms": float("nan")}, "'slo_ms' is nan")])
+    ({"slo_ms": float("inf")}, "'slo_ms' is inf; it must be a number above 0, and finite"),
+    ({"slo_ms": float("nan")}, "'slo_ms' is nan"), ({"slo_ms": "20"}, "'slo_ms' is '20'"),
+    ({"max_queue": 0.5}, "'max_queue' is 0.5; it must be a whole number"), ({"warmup": 3}, "'warmup' is 3"),
+    ({"input_signature": [tf.TensorSpec([3])]}, "does not take arguments")])
 def test_options(session, options, message):
     with pytest.raises(OptionError, match=message):
         session.add("a", scaled(2.0), **options)
     assert session.tenants == []
 
 
-@pytest.mark.parametrize("name", ["", "a\0b", 3])
+@pytest.mark.parametrize("name", ["", "a\0b", 3, "\ud800"])
 def test_names_that_the_scheduler_could_not_tell_apart(session, name):
     with pytest.raises(OptionError, match="text without NUL"):
         session.add(name, scaled(2.0))
 
 
+@BOTH
+def test_options_that_are_numpys_numbers(session):
+    session.add("a", scaled(2.0), slo_ms=np.float32(1000), weight=np.int64(2), max_queue=np.int32(5),
+                max_in_flight=np.int16(1))
+    check(session.run("a", rows(1), timeout_ms=np.float32(1e6)), 2.0, rows(1))
+
+
 def test_timeouts_that_are_never_or_past(session):
     session.add("a", scaled(2.0), verify=False)
-    with pytest.raises(OptionError, match="'timeout_ms' is nan"):
-        session.submit("a", rows(1), timeout_ms=float("nan"))
+    for no_number in (float("nan"), "5"):
+        with pytest.raises(OptionError, match="'timeout_ms' is"):
+            session.submit("a", rows(1), timeout_ms=no_number)
     for never in (1e300, float("inf")):
         assert session.run("a", rows(1), timeout_ms=never)
     for past in (0, -1):
@@ -461,8 +482,25 @@ def test_bad_models(session, tmp_path):
     session.add("a", scaled(1.0))
     with pytest.raises(OptionError, match="'a' is there already; swap"):
         session.add("a", scaled(1.0))
-    with pytest.raises(OptionError, match="at least one thread"):
-        tf_stitch.StitchSession(threads=0)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"threads": 0}, "'threads' is 0"), ({"threads": 1.5}, "'threads' is 1.5; it must be a whole number"),
+    ({"threads": 2, "reserve": 2}, "'reserve' is 2; it must be at least 0 and below 'threads'")])
+def test_options_of_a_session(options, message):
+    with pytest.raises(OptionError, match=message):
+        tf_stitch.StitchSession(**options)
+
+
+def test_a_session_that_fails_to_start_leaves_the_scheduler_off(monkeypatch):
+    def full(**_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(OSError, match="no space"):
+        tf_stitch.StitchSession(coalesce=True, scheduler_options={"workers": 2})
+    monkeypatch.undo()
+    tf_stitch.StitchSession(coalesce=True, scheduler_options={"workers": 1}).close()  # other options: none is on
 
 
 # --- ends -------------------------------------------------------------------------------------------

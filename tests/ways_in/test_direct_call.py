@@ -368,6 +368,35 @@ def test_errors_of_steps_are_tensorflows(count):
     check(stitched(A, i), plain(A, i))
 
 
+def test_errors_before_writes_name_the_node(count):
+    spec = [tf.TensorSpec([None]), tf.TensorSpec([None], tf.int32)]  # of any rank: the reshape stays TensorFlow's
+
+    @tf_stitch.function(input_signature=spec)
+    def call(x, shape):
+        return tf.reshape(tf.exp(x) * 2 + 1, shape, name="other_shape") * 2
+
+    for _ in range(4):
+        call(tf.ones([6]), tf.constant([2, 3]))
+    assert count.replayed
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"node other_shape defined at(.|\n)*requested shape"):
+        call(tf.ones([6]), tf.constant([4, 4]))
+
+
+def test_denormals_are_zero_on_every_way(count):
+    """TensorFlow's threads flush them, Python's do not: which thread a kernel runs on changes no result."""
+    scale = tf.Variable(np.float32(1))
+    x = tf.constant(np.full((2, 10), 2_000_000, np.uint32).view(np.float32))
+
+    def call(x):
+        scale.assign_add(tf.reduce_sum(tf.abs(x) * 3 + x))
+        return tf.reduce_sum(tf.abs(x) * 3 + x, 1)
+
+    stitched = tf_stitch.function(call)
+    for _ in range(5):
+        assert not stitched(x).numpy().view(np.uint32).any()
+    assert count.replayed
+
+
 def test_what_is_not_replayed(count):
     """Random ops have a state of their own in the function; a result that is an argument is a tensor of its own."""
     def noise(x):

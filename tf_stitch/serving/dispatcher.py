@@ -20,6 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from .. import runtime
 from .model import Endpoint, ServedModel
 from .tally import Tally
 
@@ -140,6 +141,7 @@ class Dispatcher:
     # --- running them -------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        runtime.library().tf_stitch_flush_denormals()  # graphs may run on this thread; TensorFlow's own do so
         request, _ = self._next(None)
         while request is not None or self._wake.get():
             if request is not None:

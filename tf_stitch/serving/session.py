@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import numbers
 import os
 import shutil
 import tempfile
@@ -78,26 +79,31 @@ class StitchSession:
 
         Raises OptionError, LibraryError; SchedulerError when the scheduler refuses its options.
         """
-        if threads < 1 or (reserve is not None and not 0 <= reserve < threads):
-            raise OptionError("StitchSession needs at least one thread, and a reserve smaller than 'threads'.")
+        _check_above_0("threads", threads, whole=True)
+        if reserve is not None and not 0 <= reserve < threads:
+            raise OptionError(f"Option 'reserve' is {reserve}; it must be at least 0 and below 'threads' ({threads}).")
         runtime.load()
         _grow_memory()
         gpus = tf.config.list_physical_devices("GPU")
         self.coalesce = bool(gpus) if coalesce is None else coalesce
         self._options = Options.of(options)
-        if self.coalesce:  # kernels that concurrent requests can share
-            self._options = replace(self._options, superkernels=True)
-            scheduler.acquire(scheduler_options or {})
         self._target, self._config = target, config
         self._tenants: dict[str, Tenant] = {}
         self._changes = threading.RLock()  # of what follows
         self._adding: set[str] = set()
-        self._dispatcher = Dispatcher(threads, threads // 4 if reserve is None else reserve)
         self._recorder: Recorder | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="tf_stitch_session_"))
         self._placed = 0
         self._closed = False
         self._http: Any = None
+        with contextlib.ExitStack() as undo:
+            if self.coalesce:  # kernels that concurrent requests can share
+                self._options = replace(self._options, superkernels=True)
+                scheduler.acquire(scheduler_options or {})
+                undo.callback(scheduler.release)
+            self._folder = Path(tempfile.mkdtemp(prefix="tf_stitch_session_"))
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._dispatcher = Dispatcher(threads, threads // 4 if reserve is None else reserve)
+            undo.pop_all()
         self._end = weakref.finalize(self, _end, self._dispatcher, self._tenants, self._folder, self.coalesce)
         try:
             if metrics_port is not None:
@@ -134,7 +140,7 @@ class StitchSession:
 
         Raises OptionError, SavedModelError, VerifyError.
         """
-        if not isinstance(name, str) or not name or "\0" in name:
+        if not isinstance(name, str) or not name or "\0" in name or not _is_unicode(name):
             raise OptionError(f"A tenant's name is text without NUL characters, and not empty; {name!r} is not.")
         entitled = _entitled(slo_ms, priority, weight, max_in_flight, max_queue)
         slo_s = None if slo_ms is None else slo_ms / 1e3
@@ -410,19 +416,31 @@ def _entitled(slo_ms: float | None, priority: str, weight: float, max_in_flight:
     """What the scheduler is told of a tenant.  Raises OptionError."""
     if priority not in PRIORITIES:
         raise OptionError(f"Priority '{priority}' is not known; use {' or '.join(map(repr, PRIORITIES))}.")
-    for what, value in (("slo_ms", slo_ms), ("weight", weight), ("max_in_flight", max_in_flight),
-                        ("max_queue", max_queue)):
-        if value is not None and not 0 < value < math.inf:
-            raise OptionError(f"Option '{what}' is {value}; it must be above 0{' and finite' * (value == math.inf)}.")
-    return {"slo_ms": slo_ms, "priority": priority, "weight": weight}  # the dispatcher sees to the other two
+    for what, value, whole in (("slo_ms", slo_ms, False), ("weight", weight, False),
+                               ("max_in_flight", max_in_flight, True), ("max_queue", max_queue, True)):
+        if value is not None:
+            _check_above_0(what, value, whole)
+    # The dispatcher sees to the other two; NumPy's numbers are none to JSON.
+    return {"slo_ms": None if slo_ms is None else float(slo_ms), "priority": priority, "weight": float(weight)}
+
+
+def _check_above_0(what: str, value: Any, whole: bool) -> None:
+    """Raises OptionError."""
+    if not isinstance(value, numbers.Integral if whole else numbers.Real) or not 0 < float(value) < math.inf:
+        raise OptionError(f"Option '{what}' is {value!r}; it must be a {'whole ' * whole}number above 0, and finite.")
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half of a character, which nothing outside of Python takes."""
+    return text.encode(errors="ignore").decode() == text
 
 
 def _timeout_s(timeout_ms: float | None) -> float | None:
-    """Raises OptionError for NaN, which cannot be put in order with other requests' deadlines."""
+    """Raises OptionError; NaN cannot be put in order with other requests' deadlines."""
     if timeout_ms is None or timeout_ms == math.inf:
         return None
-    if math.isnan(timeout_ms):
-        raise OptionError("Option 'timeout_ms' is nan; it must be a number of milliseconds.")
+    if not isinstance(timeout_ms, numbers.Real) or math.isnan(timeout_ms):
+        raise OptionError(f"Option 'timeout_ms' is {timeout_ms!r}; it must be a number of milliseconds.")
     return timeout_ms / 1e3
 
 
@@ -452,6 +470,8 @@ def _warmup_requests(model: ServedModel, how: Any) -> list[tuple[str | None, Any
     from ..warmup import recorded
 
     if how is not True:
+        if not isinstance(how, Sequence) or isinstance(how, (str, bytes)):
+            raise OptionError(f"Option 'warmup' is {how!r}; it must be True, False or a list of requests' inputs.")
         return [(None, inputs) for inputs in how]
     found = recorded(model.folder)
     if found:

@@ -50,7 +50,11 @@ def _concrete(function: Any, input_signature: Sequence[tf.TensorSpec] | None) ->
     if not isinstance(function, Function):
         function = tf.function(function, autograph=False)
     if input_signature is not None:
-        return function.get_concrete_function(*input_signature)
+        try:
+            return function.get_concrete_function(*input_signature)
+        except TypeError as error:
+            reason = saved_model._first_line(error)
+            raise OptionError(f"The function does not take arguments of input_signature ({reason}).") from None
     if function.input_signature is None:
         raise OptionError("The function's arguments have no types; give input_signature=[tf.TensorSpec(...), ...].")
     return function.get_concrete_function()
