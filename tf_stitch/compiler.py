@@ -127,6 +127,15 @@ def make_kernels(planned: Iterable[Planned], target: Target) -> list[Kernel | Li
     return [next(shared) if isinstance(w, Kernel) else w for w in work]
 
 
+def _largest(sizes: Iterable[Dim]) -> list[Dim]:
+    """Those of ``sizes`` that may exceed what 32-bit indices reach, without those that another one is never below."""
+    kept: list[Dim] = []
+    for d in dict.fromkeys(sizes):
+        if not any(D.prove_le(d, e) for e in (INDEX_LIMIT, *kept)):
+            kept = [*(e for e in kept if not D.prove_le(e, d)), d]
+    return kept
+
+
 class _Assembler:
     """Lays kernels over buffers: which tensor is an input, an output or a temporary of the program.
 
@@ -158,6 +167,8 @@ class _Assembler:
                 self._add_kernel(w)
             else:
                 self._add_call(w)
+        largest = _largest(d for w in work if isinstance(w, Kernel) for d in w.limits)
+        self.limits.update((self._dim(d) * active, None) for d in largest)
 
     def _buffer(self, kind: str, index: int, dtype: str, shape: Sequence[Dim]) -> int:
         self.buffers.append(Buffer(kind, index, dtype, tuple(shape)))
@@ -185,8 +196,6 @@ class _Assembler:
         blocks, shared_bytes, cost = map(self._dim, (kernel.blocks, kernel.shared_bytes, kernel.cost))
         self.steps.append(KernelStep(kernel.name, tuple(args), tuple(map(self._dim, kernel.dims)), blocks * self.active,
                                      shared_bytes, cost, kernel.threads, origin))
-        self.limits.update(dict.fromkeys(self._dim(d) * self.active for d in kernel.limits
-                                         if not D.prove_le(d, INDEX_LIMIT)))
 
     def _add_call(self, call: LibraryCall) -> None:
         args = tuple(self._place_of(n) for n in call.args)
@@ -203,7 +212,6 @@ class _Assembler:
         """The program of all plans that were added."""
         self._add_aliases()
         guards = [*self.graph.guards, *(Guard("le", d, INDEX_LIMIT, "32-bit indices reach every element")
-                                        for d in self.limits
-                                        if not any(d != e and D.prove_le(d, e) for e in self.limits))]
+                                        for d in self.limits)]
         return Program(self.buffers, self.steps, dict(self.graph.symbols), guards, join_texts(kernels),
                        name=self.graph.name)

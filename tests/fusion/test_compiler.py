@@ -11,6 +11,7 @@ from tf_stitch import compiler
 from tf_stitch.backend import host
 from tf_stitch.codegen.kernel import INDEX_LIMIT
 from tf_stitch.errors import CompileError
+from tf_stitch.ir import dims as D
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.options import Options
@@ -128,3 +129,25 @@ def test_sizes_past_32_bits_are_refused_by_a_guard(kind, superkernels):
     assert kernels(program)
     assert accepted(most) and not accepted(most + 1)
     assert not any(accepted(n) for n in (1 << 31, (1 << 31) + 12_345, 1 << 32, 1 << 40))
+
+
+def test_one_size_written_in_two_ways_is_still_guarded():
+    """Each of the two is provably no larger than the other; leaving out both would leave the size unguarded."""
+    n, m = D.symbol("n"), D.symbol("m")
+    one, other = D.dmax(n, m) * 4, D.dmax(n * 4, m * 4)
+    assert one != other and D.prove_le(one, other) and D.prove_le(other, one)
+    assert compiler._largest([one, other]) == [one]
+    assert compiler._largest([n, n + m, 7, D.symbol("k", 0, 9), m]) == [n + m]
+
+
+def test_plans_for_ranges_are_not_compared_with_each_other(monkeypatch):
+    """What says which plan runs makes sizes of different plans hard to compare: minutes for tens of kernels."""
+    hard = []
+    monkeypatch.setattr(compiler.D, "prove_le", lambda a, b, real=D.prove_le: hard.append(b - a) or real(a, b))
+    b = Builder()
+    x = b.param((None, 512), "float32")
+    h = b.ew("tanh", b.dot(x, b.param((512, 1024), "float32"), contract=((1,), (0,))))
+    graph = b.finish([b.ew("sigmoid", b.dot(h, b.param((1024, 300), "float32"), contract=((1,), (0,)))), h])
+    program, _ = compiler.lay_out(graph, CUDA)
+    assert len({s.blocks for s in kernels(program)}) > 1 and any("min(" in str(s.blocks) for s in kernels(program))
+    assert hard and not any("min(" in str(d) for d in hard)
