@@ -41,7 +41,7 @@ Coalescer::~Coalescer() { Stop(); }
 
 // --- what callers do -----------------------------------------------------------------------------------
 
-Coalescer::Taken Coalescer::Submit(const std::shared_ptr<Request>& request, bool may_run) {
+Coalescer::Taken Coalescer::Submit(const std::shared_ptr<Request>& request, MayRun may_run) {
   Lock lock(mu_);
   SettleAlone();
   request->id_ = next_id_++;
@@ -52,7 +52,7 @@ Coalescer::Taken Coalescer::Submit(const std::shared_ptr<Request>& request, bool
     if (verdict.kind == Policy::Verdict::kFull) WaitForRoom(&lock);
   }
   if (verdict.kind == Policy::Verdict::kHeld) {
-    if (may_run && StartAlone(request->id_)) return Taken::kAlone;
+    if (StartAlone(request->id_, may_run)) return Taken::kAlone;
     requests_.emplace(request->id_, request);
     Wake();
     return Taken::kHeld;
@@ -67,11 +67,13 @@ Coalescer::Taken Coalescer::Submit(const std::shared_ptr<Request>& request, bool
 
 // --- a request alone ---------------------------------------------------------------------------------------
 
-// Whether the request, just admitted, is the only one and is to run now.
-bool Coalescer::StartAlone(uint64_t id) {
-  if (alone_.id || !requests_.empty() || pending_ > 0 || stopping_) return false;
-  Micros wake = kNever, now = NowMicros();
-  if (!policy_.Next(LaneKind::kLatency, now, &alone_.superkernel, &wake)) return false;
+// Whether the request, just admitted, is to be run by its caller now.
+bool Coalescer::StartAlone(uint64_t id, MayRun may_run) {
+  if (may_run == MayRun::kNever || alone_.id || stopping_) return false;
+  bool idle = requests_.empty() && pending_ == 0;
+  Micros now = NowMicros();
+  if (!idle && may_run != MayRun::kBesideBestEffort) return false;
+  if (!policy_.NextAlone(id, now, &alone_.superkernel)) return false;
   policy_.Extend(&alone_.superkernel, id, SIZE_MAX);
   alone_.id = id;
   alone_.begin = now;

@@ -106,9 +106,15 @@ class Coalescer {
     kAlone     // its caller is to run it, at once and whole, and then to call RanAlone; Done is not called
   };
 
-  // Takes a request; while max_instances are held, blocks.  Only where its caller `may_run` it, it may have to: a
-  // request that finds the device idle need not change hands.
-  Taken Submit(const std::shared_ptr<Request>& request, bool may_run = false);
+  // When a caller may run a request itself, which then need not change hands.
+  enum class MayRun : uint8_t {
+    kNever,
+    kWhenIdle,          // nothing else is held or under way
+    kBesideBestEffort,  // or only best effort is: the device does first what the caller enqueues
+  };
+
+  // Takes a request; while max_instances are held, blocks.
+  Taken Submit(const std::shared_ptr<Request>& request, MayRun may_run = MayRun::kNever);
 
   // Its caller has enqueued a request that was to run alone; without a ticket it failed.
   void RanAlone(std::unique_ptr<Device::Ticket> ticket);
@@ -162,7 +168,7 @@ class Coalescer {
   void TakeOut(Request* request, Gone* gone);
   void Answer(Gone* gone, Lock* lock);
   void AnswerCancelled(Lock* lock);
-  bool StartAlone(uint64_t id);
+  bool StartAlone(uint64_t id, MayRun may_run);
   void SettleAlone();
   bool WaitForAlone(Micros end, Lock* lock);
   void WaitForRoom(Lock* lock);

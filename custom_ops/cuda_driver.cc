@@ -56,6 +56,7 @@ Loaded Load() {
   find("cuStreamCreate", &d.StreamCreate);
   find("cuStreamCreateWithPriority", &d.StreamCreateWithPriority);
   find("cuStreamDestroy_v2", &d.StreamDestroy);
+  find("cuStreamGetPriority", &d.StreamGetPriority);
   find("cuStreamWaitEvent", &d.StreamWaitEvent);
   find("cuStreamSynchronize", &d.StreamSynchronize);
   find("cuStreamGetCtx", &d.StreamGetCtx);

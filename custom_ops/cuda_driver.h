@@ -89,6 +89,7 @@ struct Driver {
   Result (*StreamCreate)(Stream*, unsigned);
   Result (*StreamCreateWithPriority)(Stream*, unsigned, int);
   Result (*StreamDestroy)(Stream);
+  Result (*StreamGetPriority)(Stream, int*);  // below 0: goes before others
   Result (*StreamWaitEvent)(Stream, Event, unsigned);
   Result (*StreamSynchronize)(Stream);
   Result (*StreamGetCtx)(Stream, Context*);
@@ -123,6 +124,12 @@ std::string Describe(const Driver& driver, Result result);
 // "CUDA_ERROR_NAME (text) while DOING".
 inline std::string Failed(const Driver& driver, Result result, const std::string& doing) {
   return Describe(driver, result) + " while " + doing;
+}
+
+// Whether the device prefers what a stream has to what streams of no priority have.
+inline bool GoesFirst(const Driver& driver, Stream stream) {
+  int priority = 0;
+  return !driver.StreamGetPriority(stream, &priority) && priority < 0;
 }
 
 // Makes a context current while it lives.

@@ -13,6 +13,9 @@ namespace {
 
 constexpr double kFollow = 0.2;  // weight of a new measurement
 constexpr uint8_t kCold = 4;     // measurements of which the least counts: they hold what is done only once
+// Times its estimate, what a measurement counts at most.  A request of the shape that does what is done only once for
+// its own model takes a hundred times as long.
+constexpr float kMost = 2;
 
 }  // namespace
 
@@ -50,7 +53,7 @@ void Estimates::Measured(uint64_t shape, int count, double us) {
   if (measured < kCold) {
     time = time > 0 ? std::min(time, each) : each;
   } else {
-    time += static_cast<float>(kFollow) * (each - time);
+    time += static_cast<float>(kFollow) * (std::min(each, kMost * time) - time);
   }
   if (measured < UINT8_MAX) ++measured;
 }

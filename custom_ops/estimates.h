@@ -25,7 +25,7 @@ class Estimates {
   int Times(uint64_t shape, int count) const;
 
   // Corrects the times of a shape: `count` of them took `us` together.  The first measurements, which hold what is done
-  // only once, are forgotten soon.
+  // only once, are forgotten soon, and one that is far above the others counts little.
   void Measured(uint64_t shape, int count, double us);
 
   // As text, {"SHAPE:LOG2_COUNT": microseconds, ...}; Load adds what a text holds and returns "" or what is wrong.

@@ -65,7 +65,7 @@ bool HeldCall::Watch(const std::shared_ptr<Coalescer>& coalescer, const std::sha
 }
 
 Coalescer::Taken HeldCall::Submit(const std::string& program, const std::shared_ptr<Coalescer>& coalescer,
-                                  const std::shared_ptr<Request>& request, bool may_run,
+                                  const std::shared_ptr<Request>& request, Coalescer::MayRun may_run,
                                   tensorflow::AsyncOpKernel::DoneCallback* done) {
   Describe(program, request.get());
   done_ = *done;

@@ -24,7 +24,7 @@ class HeldCall {
   // and what TakeDone gives; else `done` is left alone.  `program` names the tenant where the session does not.  A
   // caller that `may_run` it may have to (Coalescer::Submit).
   Coalescer::Taken Submit(const std::string& program, const std::shared_ptr<Coalescer>& coalescer,
-                          const std::shared_ptr<Request>& request, bool may_run,
+                          const std::shared_ptr<Request>& request, Coalescer::MayRun may_run,
                           tensorflow::AsyncOpKernel::DoneCallback* done);
 
   // Sets the status that an outcome means (none: it is kCompleted) and ends the call.

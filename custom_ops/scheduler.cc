@@ -347,7 +347,14 @@ bool Policy::Next(LaneKind lane, Micros now, Superkernel* out, Micros* wake) {
     }
   }
   if (!best.leader) return false;
-  if (!FillJoined(best, now, out)) Fill(best, now, out);
+  if (!FillJoined(best, now, out)) Fill(best, static_cast<size_t>(options_.max_pack), now, out);
+  return true;
+}
+
+bool Policy::NextAlone(uint64_t id, Micros now, Superkernel* out) {
+  Entry& e = entries_.at(id);
+  if (e.best_effort || held_latency_ > 1 || e.state != State::kReady || DueAt(e, false) > now) return false;
+  Fill({e.work->units[e.next].cluster, false, false, kNever, 0, &e}, 1, now, out);
   return true;
 }
 
@@ -412,13 +419,12 @@ void Policy::Begin(const Candidate& chosen, const std::map<Tenant*, double>& lon
   if (out->gathers) ++gathering_[chosen.best_effort][chosen.cluster];
 }
 
-// The leader, then all that are ready in its cluster, while there is room.  Best effort joins a latency tenant only
+// The leader, then all that are ready in its cluster, `most` in all.  Best effort joins a latency tenant only
 // within its slack.
-void Policy::Fill(const Candidate& chosen, Micros now, Superkernel* out) {
+void Policy::Fill(const Candidate& chosen, size_t most, Micros now, Superkernel* out) {
   *out = {};
   Entry* leader = chosen.leader;
-  bool shares = leader->work->units[leader->next].company != Company::kNone;
-  size_t most = shares ? static_cast<size_t>(options_.max_pack) : 1;
+  if (leader->work->units[leader->next].company == Company::kNone) most = 1;
   std::vector<Entry*> order = ready_.at(chosen.cluster);
   Order(&order, leader);
   std::map<Tenant*, double> lone;

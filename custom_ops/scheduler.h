@@ -153,6 +153,10 @@ class Policy {
   // none: then *wake is when to ask again, if nothing happens before (kNever: not before something happens).
   bool Next(LaneKind lane, Micros now, Superkernel* out, Micros* wake);
 
+  // A superkernel of one request of a latency tenant, which was admitted last, when no other such request is held and
+  // nothing is to be waited for.
+  bool NextAlone(uint64_t id, Micros now, Superkernel* out);
+
   // The device took `count` units of a member at once: the superkernel's estimate covers them.
   void Extend(Superkernel* superkernel, uint64_t id, size_t count);
 
@@ -253,7 +257,7 @@ class Policy {
   bool CompanyIsBehind(const Entry& e) const;
   Micros DueAt(const Entry& e, bool full) const;
   bool Better(const Candidate& a, const Candidate& b) const;
-  void Fill(const Candidate& chosen, Micros now, Superkernel* out);
+  void Fill(const Candidate& chosen, size_t most, Micros now, Superkernel* out);
   void Order(std::vector<Entry*>* entries, const Entry* leader) const;
   static bool KeepsCompany(const Entry& e, const Entry& leader);
   void Take(Entry* e, Micros now, Superkernel* out);

@@ -11,6 +11,7 @@ namespace {
 
 constexpr size_t kLeastBytes = size_t{16} << 10;
 constexpr int kMostLooking = 2;  // threads: each takes a core
+constexpr int kMostUrgent = 8;   // the same, of streams that go before others
 constexpr std::chrono::microseconds kLookFor(2000);
 constexpr int kMostAsked = 4;  // blocks, oldest first: where these are not free, hardly any is
 
@@ -60,7 +61,7 @@ Result Staging::Wait(Stream stream) {
   Event event = TakeEvent();
   if (!event) return driver_.StreamSynchronize(stream);
   Result result = driver_.EventRecord(event, stream);
-  if (!result) result = WaitFor(event);
+  if (!result) result = WaitFor(event, GoesFirst(driver_, stream) ? kMostUrgent : kMostLooking);
   std::lock_guard<std::mutex> lock(mu_);
   events_.push_back(event);
   return result;
@@ -81,9 +82,9 @@ Event Staging::TakeEvent() {
   return driver_.EventCreate(&event, kEventDisableTiming | kEventBlockingSync) ? nullptr : event;
 }
 
-Result Staging::WaitFor(Event event) {
+Result Staging::WaitFor(Event event, int most_looking) {
   Result result = kNotReady;
-  if (looking_.fetch_add(1) < kMostLooking) {
+  if (looking_.fetch_add(1) < most_looking) {
     const auto end = std::chrono::steady_clock::now() + kLookFor;
     while ((result = driver_.EventQuery(event)) == kNotReady && std::chrono::steady_clock::now() < end) {
       std::this_thread::yield();

@@ -40,7 +40,8 @@ class Staging {
   // returns.  The context must be current, and the stream not be captured.
   Result Copy(const std::vector<Piece>& pieces, size_t total, void* to, Stream stream);
 
-  // Waits until the device has done what the stream has now.  A few threads at a time look again and again; more sleep.
+  // Waits until the device has done what the stream has now.  A few threads at a time look again and again, more of
+  // streams of high priority; the others sleep, and wake later.
   Result Wait(Stream stream);
 
  private:
@@ -51,7 +52,7 @@ class Staging {
   };
 
   Event TakeEvent();
-  Result WaitFor(Event event);
+  Result WaitFor(Event event, int most_looking);
   Block Take(size_t bytes);
   Block Make(size_t bytes);
   void Free(const Block& block);

@@ -131,7 +131,7 @@ class StitchedProgramOp : public AsyncOpKernel {
     held->parallel_for = ParallelForOf(workers);
     if (!tensorflow::OpDeterminismRequired()) held->merge = work->mergeable.KeyOf(this, held->memory);
     held->joined_plan = [this](const Signature& s) { return joined_plans_.Get(node_.program(), s); };
-    return held->call()->Submit(node_.program().name, coalescer, held, /*may_run=*/false, done) ==
+    return held->call()->Submit(node_.program().name, coalescer, held, Coalescer::MayRun::kNever, done) ==
            Coalescer::Taken::kHeld;
   }
 

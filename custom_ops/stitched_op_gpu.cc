@@ -289,7 +289,9 @@ class StitchedProgramGpuOp : public AsyncOpKernel {
     held->graphs = GraphsEnabled();
     held->inputs = static_cast<CudaDevice&>(coalescer->device()).Record(stream);
     if (!held->inputs) return Coalescer::Taken::kStopped;
-    return held->call()->Submit(node_.program().name, coalescer, held, /*may_run=*/true, done);
+    auto may_run =
+        cuda::GoesFirst(code_->driver(), stream) ? Coalescer::MayRun::kBesideBestEffort : Coalescer::MayRun::kWhenIdle;
+    return held->call()->Submit(node_.program().name, coalescer, held, may_run, done);
   }
 
   std::string Launch(CudaPlan* ready, void* const* addresses, void* workspace, cuda::Stream stream,

@@ -37,7 +37,7 @@ import tf_stitch
 from tf_stitch import bench
 from tf_stitch.errors import StitchError
 from tf_stitch.serving import load, serve_bench
-from tf_stitch.serving.load import Client, Outcome
+from tf_stitch.serving.load import Client
 from tf_stitch.serving.plots import plot
 from tf_stitch.serving.policies import OURS, POLICIES, Devices, Model, open_session, virtual_gpus
 
@@ -48,6 +48,8 @@ EACH = 4           # tenants of each, with weights of their own
 SLO_MS = 50.0
 MEMORY_MB = 6144   # of each virtual GPU
 FLOOD = 2          # requests that a best-effort tenant always has under way
+FILL_S = 0.3       # until best effort has filled the device
+SLICES = 6         # that a load of the latency-critical tenant is sent in
 BASES = ("timeslice", "hyperq", "batching", "processes", "mps")
 WANTED = {"timeslice": 5.0, "hyperq": 3.0}  # times their rates should be served
 GOAL_MARGIN = 1.1  # and so much more, as rates of random arrivals vary
@@ -56,32 +58,53 @@ GOAL_MARGIN = 1.1  # and so much more, as rates of random arrivals vary
 # --- the mixed load ---------------------------------------------------------------------------------
 
 def mixed(models: Sequence[Model], policy: str, devices: Devices, work: Path, rate: float, seconds: float,
-          say: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """The first model's latencies, alone and while the others keep the device full."""
+          say: Callable[[str], None] = print, slices: int = SLICES) -> list[dict[str, Any]]:
+    """The first model's latencies, alone and while the others keep the device full.
+
+    Both loads last ``seconds``, in ``slices`` that take turns, as latencies of one load vary over time too.  The
+    arrivals of a pair of slices are the same.
+    """
     others = [replace(m, client=replace(m.client, best_effort=True)) for m in models[1:]]
     with contextlib.closing(open_session(policy, [models[0], *others], devices, work)) as session:
-        critical = [models[0].client]
-        rows = []
-        for part in ("alone", "mixed"):
-            flood = Flood(session, [m.client for m in others]) if part == "mixed" else None
-            with flood or contextlib.nullcontext():
-                time.sleep(0.3 if flood else 0)  # until it is full
-                begin = time.perf_counter()
-                arrivals = load.poisson(critical, rate, seconds, seed=1)
-                outcome = load.run(session.submit, critical, arrivals, threads=1)
-                taken = time.perf_counter() - begin
-                filling = flood.answered / (taken + 0.3) if flood else 0.0
-            rows.append(_mixed_row(policy, part, models, outcome, filling, flood))
-            say(f"{policy}, {models[0].client.name} {part}: p50 {outcome.p50_ms:.2f} ms, p99 {outcome.p99_ms:.2f} ms, "
-                f"best effort {filling:.0f} a second")
-        return rows
+        parts = {part: Part(part, models[0].client) for part in ("alone", "mixed")}
+        for turn in range(slices):
+            arrivals = load.poisson([models[0].client], rate, seconds / slices, seed=turn)
+            parts["alone"].send(session, arrivals)
+            with Flood(session, [m.client for m in others]) as flood:
+                time.sleep(FILL_S)
+                parts["mixed"].send(session, arrivals, flood)
+        rows = [{"policy": policy, "tenants": len(models), **part.row()} for part in parts.values()]
+    for row in rows:
+        say(f"{policy}, {row['tenant']} {row['part']}: p50 {row['p50_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms, "
+            f"best effort {row['best_effort_rps']:.0f} a second")
+    return rows
 
 
-def _mixed_row(policy: str, part: str, models: Sequence[Model], outcome: Outcome, filling: float, flood: Flood | None
-               ) -> dict[str, Any]:
-    figures = {k: v for k, v in asdict(outcome).items() if k != "by_client"}
-    return {"policy": policy, "part": part, "tenant": models[0].client.name, "tenants": len(models), **figures,
-            "best_effort_rps": filling, "best_effort_failed": flood.failed if flood else 0}
+class Part:
+    """The slices of one load of the latency-critical client."""
+
+    def __init__(self, name: str, client: Client) -> None:
+        self.name, self.client = name, client
+        self._slices: list[tuple[load.Arrivals, load.Measured]] = []
+        self._filled = self._failed = 0
+        self._seconds = 0.0
+
+    def send(self, session: Any, arrivals: load.Arrivals, flood: Flood | None = None) -> None:
+        """Sends a slice; what the flood was answered meanwhile is counted."""
+        before, begin = flood.answered if flood else 0, time.perf_counter()
+        self._slices.append((arrivals, load.measure(session.submit, [self.client], arrivals, begin + 0.01, 1)))
+        self._seconds += time.perf_counter() - begin
+        if flood:
+            self._filled += flood.answered - before
+            self._failed += flood.failed
+
+    def row(self) -> dict[str, Any]:
+        """What all slices gave, and each one's p99."""
+        each = [load.summary([self.client], arrivals, measured, 0.0) for arrivals, measured in self._slices]
+        figures = asdict(load.summary([self.client], *load.one_after_the_other(self._slices), 0.0))
+        del figures["by_client"]
+        return {"part": self.name, "tenant": self.client.name, **figures, "p99_ms_of_slices": [o.p99_ms for o in each],
+                "best_effort_rps": self._filled / self._seconds, "best_effort_failed": self._failed}
 
 
 class Flood:
@@ -123,13 +146,15 @@ class Flood:
 
 def mixed_table(rows: Sequence[dict[str, Any]]) -> Table:
     out = Table(title="One latency-critical tenant; the others fill the device as best effort")
-    for name in ("policy", "tenant", "load", "requests", "p50 ms", "p99 ms", "p99 to alone", "best effort/s", "wrong",
-                 "failed"):
+    for name in ("policy", "tenant", "load", "requests", "p50 ms", "p95 ms", "p99 ms", "of slices", "p99 to alone",
+                 "best effort/s", "wrong", "failed"):
         out.add_column(name, justify="left" if name in ("policy", "tenant", "load") else "right")
     alone: dict[Any, float] = {}
     for r in rows:
         alone.setdefault(r["policy"], r["p99_ms"])
-        out.add_row(r["policy"], r["tenant"], r["part"], str(r["requests"]), f"{r['p50_ms']:.2f}", f"{r['p99_ms']:.2f}",
+        slices = r["p99_ms_of_slices"]
+        out.add_row(r["policy"], r["tenant"], r["part"], str(r["requests"]), f"{r['p50_ms']:.2f}", f"{r['p95_ms']:.2f}",
+                    f"{r['p99_ms']:.2f}", f"{min(slices):.2f} to {max(slices):.2f}",
                     f"{r['p99_ms'] / alone[r['policy']]:.2f}x", f"{r['best_effort_rps']:.0f}", str(r["wrong"]),
                     str(r["failed"] + r["best_effort_failed"]))
     return out
@@ -227,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", default="", metavar="POLICY=RATE,...", help="where searches begin (default: 50)")
     parser.add_argument("--mixed-policies", default="superkernel,stitched,hyperq")
     parser.add_argument("--mixed-rate", type=float, default=100.0, help="of the latency-critical tenant")
-    parser.add_argument("--mixed-seconds", type=float, default=5.0)
+    parser.add_argument("--mixed-seconds", type=float, default=6.0, help="of each of the two loads")
     parser.add_argument("--soak-policies", default="superkernel")
     parser.add_argument("--soak-seconds", type=float, default=30.0)
     parser.add_argument("--critical", default="", help="the latency-critical tenant (default: the first)")

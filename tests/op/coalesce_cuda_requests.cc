@@ -13,7 +13,7 @@ std::atomic<int> g_alone{0};  // requests that their callers ran
 
 // What a caller does that may have to run its request.
 void Submit(Coalescer* coalescer, CudaDevice* device, const std::shared_ptr<Run>& run, cuda::Stream stream,
-            bool may_run) {
+            Coalescer::MayRun may_run) {
   Coalescer::Taken taken = coalescer->Submit(run, may_run);
   Must(taken != Coalescer::Taken::kStopped, "the coalescer has stopped");
   if (taken == Coalescer::Taken::kHeld) return;
@@ -57,7 +57,7 @@ void Serve(const std::deque<Model>& models, int lanes, uint64_t seed) {
       for (size_t i = 0; i < kEach; ++i) {
         runs[t][i]->Upload(streams[t]);
         runs[t][i]->inputs = device->Record(streams[t]);
-        Submit(&coalescer, device, runs[t][i], streams[t], /*may_run=*/t % 2 == 0);
+        Submit(&coalescer, device, runs[t][i], streams[t], static_cast<Coalescer::MayRun>(t % 3));
         if ((cancel >> (4 * i)) % 8 == 0) coalescer.Cancel(runs[t][i].get());
       }
     });
@@ -84,7 +84,7 @@ void ServeOneByOne(const std::deque<Model>& models, uint64_t seed) {
     runs.back()->Upload(stream);
     runs.back()->inputs = device->Record(stream);
     int before = g_alone;
-    Submit(&coalescer, device, runs.back(), stream, /*may_run=*/true);
+    Submit(&coalescer, device, runs.back(), stream, Coalescer::MayRun::kWhenIdle);
     Must(g_alone == before + 1, "a request that finds nothing held is held");
   }
   coalescer.Stop();

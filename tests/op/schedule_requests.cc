@@ -257,6 +257,38 @@ void MeasurementsDoNotCompound() {
   CHECK(c.estimates.Of(77, 1, 100) == 1000);
 }
 
+// One measurement far above the others says little, many do.
+void OutliersCountLittle() {
+  Estimates e;
+  for (int i = 0; i < 8; ++i) e.Measured(1, 1, 100);
+  e.Measured(1, 1, 90'000);
+  CHECK(e.Of(1, 1, 0) < 125);
+  for (int i = 0; i < 20; ++i) e.Measured(1, 1, 1000);
+  CHECK(e.Of(1, 1, 0) > 900);
+}
+
+// Of a latency tenant, while only best effort is held or under way.
+void ALatencyRequestMayBeRunByItsCaller() {
+  Clock c;
+  TenantOptions filler;
+  filler.best_effort = true;
+  c.policy.SetTenant("batch", filler);
+  Superkernel s;
+  CHECK(c.Held(1, "batch", WorkOf({1, 2})) && c.Held(2, "batch", WorkOf({1, 2})));
+  CHECK(!c.policy.NextAlone(2, c.now, &s));
+  CHECK(c.Held(3, "a", WorkOf({1, 2})));
+  CHECK(c.policy.NextAlone(3, c.now, &s) && s.members == Ids{3} && !s.best_effort);
+  CHECK(c.Held(4, "a", WorkOf({1, 2})));
+  CHECK(!c.policy.NextAlone(4, c.now, &s));  // not beside another
+  c.policy.Remove(3, Outcome::kCompleted, c.now);
+  TenantOptions one;
+  one.max_in_flight = 1;
+  c.policy.SetTenant("a", one);
+  CHECK(c.Held(5, "a", WorkOf({1, 2})));
+  c.policy.Remove(4, Outcome::kCompleted, c.now);
+  CHECK(c.policy.NextAlone(5, c.now, &s) && s.members == Ids{5});
+}
+
 // Waits for the next request only where they usually come soon enough.
 void WaitsForArrivalsThatAreUsual() {
   Clock c({100, 64, 1000, 2});
@@ -653,9 +685,10 @@ struct OverSoon : Device::Ticket {
 };
 
 // What a caller does that may have to run its request.
-void Submit(Coalescer* coalescer, const std::shared_ptr<Counting>& r, bool may_run) {
+void Submit(Coalescer* coalescer, const std::shared_ptr<Counting>& r, Coalescer::MayRun may_run) {
   Coalescer::Taken taken = coalescer->Submit(r, may_run);
-  CHECK(taken == Coalescer::Taken::kHeld || (may_run && taken == Coalescer::Taken::kAlone));
+  CHECK(taken == Coalescer::Taken::kHeld ||
+        (may_run != Coalescer::MayRun::kNever && taken == Coalescer::Taken::kAlone));
   if (taken == Coalescer::Taken::kHeld) return;
   CHECK(r->on_device == 0 && r->next == 0);
   bool fails = r->fate == Counting::Fate::kFails;
@@ -706,7 +739,7 @@ void NothingIsLostOrDoubled(bool enqueues, int lanes, uint64_t seed) {
         bool early = rng() % 5 == 0;
         if (r->fate == Counting::Fate::kIsCancelled && early) coalescer.Cancel(r.get());
         all[t].push_back(r);
-        Submit(&coalescer, r, /*may_run=*/t % 2 == 0);
+        Submit(&coalescer, r, static_cast<Coalescer::MayRun>(t % 3));
         if (r->fate == Counting::Fate::kIsCancelled) {
           if (rng() % 2) std::this_thread::sleep_for(std::chrono::microseconds(rng() % 500));
           coalescer.Cancel(r.get());
@@ -768,7 +801,7 @@ void OthersGoOnAfterARequestAlone(bool enqueues, int max_in_flight, int max_inst
     r->work = WorkOf({1, 2});
   }
   std::atomic<bool> over{false};
-  CHECK(coalescer.Submit(requests[0], /*may_run=*/true) == Coalescer::Taken::kAlone);
+  CHECK(coalescer.Submit(requests[0], Coalescer::MayRun::kWhenIdle) == Coalescer::Taken::kAlone);
   coalescer.RanAlone(std::make_unique<OverWhen>(&over));
   std::thread second([&] { CHECK(coalescer.Submit(requests[1]) == Coalescer::Taken::kHeld); });
   std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -823,6 +856,8 @@ int main(int argc, char** argv) {
   AdmissionFollowsMeasurements();
   RefusalsForALongTimeEnd();
   MeasurementsDoNotCompound();
+  OutliersCountLittle();
+  ALatencyRequestMayBeRunByItsCaller();
   WaitsForArrivalsThatAreUsual();
   QuotasQueueThenReject();
   DriftThrottles();

@@ -1,5 +1,5 @@
 // Copies through page-locked memory over a stand-in for the CUDA driver whose streams run late: what a copy takes must
-// be what was there when it was enqueued.  Prints the blocks made.
+// be what was there when it was enqueued.  Prints the blocks made.  And who looks, while it waits, and who sleeps.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -23,6 +23,7 @@ struct EventTag {
   bool done = true;
 };
 struct StreamTag {
+  int priority = 0;
   std::deque<std::function<void()>> work;
 };
 
@@ -33,6 +34,10 @@ std::map<const char*, size_t> g_locked;  // page-locked memory: where it begins,
 size_t g_locked_bytes = 0, g_most_bytes = 0;
 int g_made = 0, g_events = 0;
 bool g_no_memory = false;
+std::atomic<int> g_staying{0};  // threads that look until g_over
+std::atomic<bool> g_over{false};
+thread_local bool t_stays = false;                    // this thread is one of them
+thread_local bool t_looked = false, t_slept = false;  // which of the two it did first
 
 void RunSome(Stream stream, size_t count) {
   std::lock_guard<std::mutex> lock(g_mu);
@@ -50,10 +55,15 @@ Driver Make() {
   d.EventCreate = [](Event* e, unsigned) { return *e = new EventTag, ++g_events, 0; };
   d.EventDestroy = [](Event e) { return delete e, --g_events, 0; };
   d.EventQuery = [](Event e) {
+    t_looked |= !t_slept;
+    if (t_stays) {
+      for (++g_staying; !g_over;) std::this_thread::yield();
+    }
     std::lock_guard<std::mutex> lock(g_mu);
     return e->done ? 0 : kNotReady;
   };
   d.EventSynchronize = [](Event e) {
+    t_slept |= !t_looked;
     while (LoadDriver(nullptr)->EventQuery(e)) std::this_thread::yield();
     return 0;
   };
@@ -82,6 +92,7 @@ Driver Make() {
     std::lock_guard<std::mutex> lock(g_mu);
     return s->work.push_back([=] { memcpy(to, from, bytes); }), 0;  // of pageable memory too: a device may read that
   };
+  d.StreamGetPriority = [](Stream s, int* out) { return *out = s->priority, 0; };
   d.StreamSynchronize = [](Stream s) { return RunSome(s, SIZE_MAX), 0; };
   return d;
 }
@@ -131,10 +142,38 @@ void CopyMany(Staging* staging, uint64_t seed, size_t most) {
   }
 }
 
+// True when a thread that waits for a stream of this priority looks, while others already do so for two streams.
+bool Looks(int priority) {
+  Staging staging(*LoadDriver(nullptr), nullptr);
+  g_staying = 0, g_over = false;
+  StreamTag busy[2], mine;
+  mine.priority = priority;
+  std::vector<std::thread> threads;
+  for (StreamTag& stream : busy) {
+    threads.emplace_back([&] { t_stays = true, staging.Wait(&stream); });
+  }
+  while (g_staying < 2) std::this_thread::yield();
+  std::atomic<bool> waited{false};
+  bool slept = false;
+  std::thread device([&] {
+    while (!waited) RunSome(&mine, 1);
+    for (StreamTag& stream : busy) RunSome(&stream, 1);
+    g_over = true;
+  });
+  std::thread one([&] { staging.Wait(&mine), slept = t_slept, waited = true; });
+  one.join(), device.join();
+  for (auto& t : threads) t.join();
+  return !slept;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   std::string how = argc > 1 ? argv[1] : "";
+  if (how == "waits") {
+    for (int priority : {0, -1}) printf("%d\n", Looks(priority));
+    return 0;
+  }
   g_no_memory = how == "no-memory";
   {
     Staging staging(*LoadDriver(nullptr), nullptr);

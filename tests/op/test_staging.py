@@ -26,3 +26,9 @@ def test_copies_take_what_was_there(binary, how, least, most):
     done = subprocess.run([binary, how], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert least <= int(done.stdout) <= most
+
+
+def test_who_waits_for_an_urgent_stream_looks(binary):
+    """Looking is for a few threads, as each takes a core; one with a stream of high priority does so all the same."""
+    done = subprocess.run([binary, "waits"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1"]

@@ -45,6 +45,24 @@ def test_poisson_arrivals():
     assert (again.times == arrivals.times).all() and (again.clients == arrivals.clients).all()
 
 
+def test_loads_one_after_the_other_count_as_one():
+    some = clients(1.0)
+
+    def part(times, latencies, errors, wrong):
+        arrivals = load.Arrivals(np.array(times), np.zeros(len(times), int), np.zeros(len(times), int))
+        done = arrivals.times + np.array(latencies)
+        return arrivals, load.Measured(arrivals.times + 0.001, done, errors, wrong, 0.1 * wrong, times[-1])
+
+    slices = [part([0.1, 0.2, 1.0], [0.01, 0.02, 0.03], {}, 0), part([0.5, 2.0], [0.04, np.inf], {1: (True, "no")}, 1)]
+    arrivals, measured = load.one_after_the_other(slices)
+    assert arrivals.times.tolist() == [0.1, 0.2, 1.0, 1.5, 3.0]
+    outcome = load.summary(some, arrivals, measured, 0.0)
+    assert (outcome.requests, outcome.answered, outcome.rejected, outcome.wrong) == (5, 4, 1, 1)
+    assert outcome.p50_ms == pytest.approx(30) and outcome.p99_ms == math.inf and outcome.worst_error == 0.1
+    assert outcome.lateness_p99_ms == pytest.approx(1) and outcome.first_error == "no" and measured.errors.keys() == {4}
+    assert measured.finished == 3.0
+
+
 def test_replay():
     some = [Client("a", 10, [{"x": np.zeros((1, 2))}, {"x": np.zeros((3, 2))}]), Client("b", 10, [{"x": np.zeros(1)}])]
     events = [Event(5.0, "a", "s", {"x": (3, 2)}), Event(5.5, "b", "s", {"x": (9,)}),

@@ -17,11 +17,12 @@ from tf_stitch import warmup
 from tf_stitch.errors import OptionError, SavedModelError
 from tf_stitch.saved_model import read
 from tf_stitch.serving import scheduler
+from tf_stitch.serving.dispatcher import Dispatcher
 from tf_stitch.serving.graphs import place, shorten
 from tf_stitch.serving.sources import save_function, stitched_copy
 
 from .marks import BOTH
-from .support import NATIVE, WIDTH, check, rows, scaled, want, workers
+from .support import NATIVE, WIDTH, Gate, check, rows, scaled, want, workers
 
 
 def saved(function, folder):
@@ -407,6 +408,44 @@ def test_best_effort_gives_way(gate):
         gate.open.set()
         wait(slow, 10)
         assert all(f.done() for f in slow)
+
+
+@pytest.mark.parametrize("beside", [0, 1, 2])
+def test_best_effort_begins_when_nobody_else_is_there(gate, beside):
+    filler = Gate()
+    with tf_stitch.StitchSession(coalesce=False, threads=8, reserve=2, beside=beside) as session:
+        plain = {"warmup": False, "verify": False, "stitch": False}
+        session.add("batch", filler.function, priority="best_effort", **plain)
+        session.add("a", gate.function, **plain)
+        urgent = [session.submit("a", rows(0)) for _ in range(2)]
+        gate.arrived()
+        gate.arrived()
+        futures = [session.submit("batch", rows(i)) for i in range(5)]
+        for _ in range(beside):
+            filler.arrived()
+        assert not filler.entered.acquire(timeout=0.2)
+        gate.open.set()
+        wait(urgent, 10)
+        for _ in range(5 - beside):
+            filler.arrived()
+        filler.open.set()
+        assert not wait(futures, 10).not_done
+
+
+def test_no_thread_is_woken_for_what_may_not_run(gate, monkeypatch):
+    woken = []
+    wake = Dispatcher._wake_one
+    monkeypatch.setattr(Dispatcher, "_wake_one", lambda self: woken.append(0) or wake(self))
+    with tf_stitch.StitchSession(coalesce=False, threads=8, reserve=6) as session:
+        session.add("batch", gate.function, priority="best_effort", warmup=False, verify=False, stitch=False)
+        futures = [session.submit("batch", rows(i)) for i in range(2)]
+        gate.arrived()
+        gate.arrived()
+        woken.clear()
+        futures += [session.submit("batch", rows(i)) for i in range(20)]
+        assert not woken
+        gate.open.set()
+        assert not wait(futures, 10).not_done
 
 
 def test_earliest_deadline_first(gate):

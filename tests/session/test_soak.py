@@ -49,6 +49,7 @@ def test_benchmark_of_real_tenants(tmp_path):
     assert found["rows"][0]["policy"] == "stitched" and found["rows"][0]["throughput_rps"] > 0
     assert [(r["part"], r["wrong"]) for r in found["mixed"]] == [("alone", 0), ("mixed", 0)]
     assert found["mixed"][1]["best_effort_rps"] > 0
+    assert all(len(r["p99_ms_of_slices"]) == serving.SLICES for r in found["mixed"])
     (report,) = found["soak"]
     assert report["problems"] == [] and report["counts"]["answered"] > 0 and report["counts"]["failed"] > 0
     assert "1.00x" in (tmp_path / "serving.txt").read_text()

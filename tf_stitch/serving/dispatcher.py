@@ -72,17 +72,21 @@ class Tenant:
 
 
 class Dispatcher:
-    """The pool.  ``threads`` at most; best-effort requests leave ``reserve`` of them free for the others."""
+    """The pool.  ``threads`` at most; best-effort requests leave ``reserve`` of them free for the others.
 
-    def __init__(self, threads: int, reserve: int) -> None:
+    While requests of the others run, best-effort ones begin only while fewer than ``beside`` of them run.
+    """
+
+    def __init__(self, threads: int, reserve: int, beside: int) -> None:
         self.threads, self.best_effort_limit = threads, max(1, threads - reserve)
+        self.beside = min(beside, self.best_effort_limit)
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
         self._ready: tuple[list[Any], list[Any]] = ([], [])  # heaps: those with a deadline to keep, best effort
         self._order = itertools.count()
         self._wake: SimpleQueue[bool] = SimpleQueue()  # True: look for a request; False: end
         self._idle = 0
-        self._best_effort_running = 0
+        self._running = [0, 0]  # as the heaps
         self._outstanding = 0
         self._waiters = 0
         self._accepts = True
@@ -113,7 +117,8 @@ class Dispatcher:
             if tenant.active < tenant.max_in_flight:
                 tenant.active += 1
                 self._make_ready(request)
-                self._wake_one()
+                if self._runnable():
+                    self._wake_one()
             else:
                 tenant.waiting.append(request)
         return request
@@ -185,25 +190,26 @@ class Dispatcher:
             request = self._pick()
             if request is None:
                 self._idle += 1
-            elif self._ready[0] or (self._ready[1] and self._best_effort_running < self.best_effort_limit):
+            elif self._runnable():
                 self._wake_one()
         return request, closing
 
-    def _pick(self) -> Request | None:
+    def _runnable(self) -> bool:
         urgent, best_effort = self._ready
-        if urgent:
-            request = heapq.heappop(urgent)[2]
-        elif best_effort and self._best_effort_running < self.best_effort_limit:
-            self._best_effort_running += 1
-            request = heapq.heappop(best_effort)[2]
-        else:
+        limit = self.beside if self._running[False] else self.best_effort_limit
+        return bool(urgent or (best_effort and self._running[True] < limit))
+
+    def _pick(self) -> Request | None:
+        if not self._runnable():
             return None
+        request = heapq.heappop(self._ready[0] or self._ready[1])[2]
+        self._running[request.tenant.best_effort] += 1
         request.tenant.running += 1
         return request
 
     def _book(self, request: Request) -> ServedModel | None:
         tenant, model = request.tenant, request.model
-        self._best_effort_running -= tenant.best_effort
+        self._running[tenant.best_effort] -= 1
         if tenant.waiting:
             self._make_ready(tenant.waiting.popleft())
         else:

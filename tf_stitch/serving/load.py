@@ -208,6 +208,19 @@ def summary(clients: Sequence[Client], arrivals: Arrivals, measured: Measured, w
         first_error=errors[0][1] if errors else "")
 
 
+def one_after_the_other(slices: Sequence[tuple[Arrivals, Measured]]) -> tuple[Arrivals, Measured]:
+    """Loads of the same clients as one: each begins where the arrivals of the one before end."""
+    begins = np.cumsum([0.0, *(arrivals.seconds for arrivals, _ in slices)])
+    firsts = np.cumsum([0, *(len(arrivals.times) for arrivals, _ in slices)]).tolist()
+    arrivals = Arrivals(np.concatenate([a.times + begin for (a, _), begin in zip(slices, begins)]),
+                        np.concatenate([a.clients for a, _ in slices]), np.concatenate([a.samples for a, _ in slices]))
+    errors = {first + i: error for (_, m), first in zip(slices, firsts) for i, error in m.errors.items()}
+    return arrivals, Measured(np.concatenate([m.sent + begin for (_, m), begin in zip(slices, begins)]),
+                              np.concatenate([m.done + begin for (_, m), begin in zip(slices, begins)]), errors,
+                              sum(m.wrong for _, m in slices), max(m.worst_error for _, m in slices),
+                              float(begins[-2] + slices[-1][1].finished))
+
+
 class _Load:
     """One load on its way."""
 

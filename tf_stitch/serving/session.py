@@ -64,14 +64,16 @@ class StitchSession:
     """
 
     def __init__(self, *, coalesce: bool | None = None, threads: int = 64, reserve: int | None = None,
-                 scheduler_options: Mapping[str, Any] | None = None, options: Options | None = None,
-                 target: str = "auto", config: Any = None, metrics_port: int | None = None) -> None:
+                 beside: int = 1, scheduler_options: Mapping[str, Any] | None = None,
+                 options: Options | None = None, target: str = "auto", config: Any = None,
+                 metrics_port: int | None = None) -> None:
         """
         Args:
           coalesce: pack the kernels of concurrent requests into superkernels, through the op library's scheduler
             (None: where TensorFlow sees a GPU).
           threads: requests that run at once, of all tenants together.
           reserve: threads that best-effort requests leave free (None: a quarter of them).
+          beside: best-effort requests that may run beside others; further ones begin once no other request is there.
           scheduler_options: what tfs_scheduler_enable takes; see docs/session.md.
           options: how models that are not stitched yet are rewritten, with ``target`` as in rewrite_saved_model.
           config: a tf.compat.v1.ConfigProto that every tenant's session starts from.
@@ -80,6 +82,8 @@ class StitchSession:
         Raises OptionError, LibraryError; SchedulerError when the scheduler refuses its options.
         """
         _check_above_0("threads", threads, whole=True)
+        if not isinstance(beside, numbers.Integral) or beside < 0:
+            raise OptionError(f"Option 'beside' is {beside!r}; it must be a whole number, at least 0.")
         if reserve is not None and not 0 <= reserve < threads:
             raise OptionError(f"Option 'reserve' is {reserve}; it must be at least 0 and below 'threads' ({threads}).")
         runtime.load()
@@ -102,7 +106,7 @@ class StitchSession:
                 undo.callback(scheduler.release)
             self._folder = Path(tempfile.mkdtemp(prefix="tf_stitch_session_"))
             undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            self._dispatcher = Dispatcher(threads, threads // 4 if reserve is None else reserve)
+            self._dispatcher = Dispatcher(threads, threads // 4 if reserve is None else reserve, beside)
             undo.pop_all()
         self._end = weakref.finalize(self, _end, self._dispatcher, self._tenants, self._folder, self.coalesce)
         try:
