@@ -525,7 +525,8 @@ def test_bad_models(session, tmp_path):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"threads": 0}, "'threads' is 0"), ({"threads": 1.5}, "'threads' is 1.5; it must be a whole number"),
-    ({"threads": 2, "reserve": 2}, "'reserve' is 2; it must be at least 0 and below 'threads'")])
+    ({"threads": 2, "reserve": 2}, "'reserve' is 2; it must be at least 0 and below 'threads'"),
+    ({"beside": -1}, "'beside' is -1; it must be a whole number, at least 0"), ({"beside": 0.5}, "'beside' is 0.5")])
 def test_options_of_a_session(options, message):
     with pytest.raises(OptionError, match=message):
         tf_stitch.StitchSession(**options)
