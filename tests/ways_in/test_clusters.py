@@ -206,6 +206,34 @@ def test_what_is_too_small_joins_a_cluster_beside_it():
     assert not find([source("x"), node("a", "x"), node("b", "x")], Options(), read=[("a", 0), ("b", 0)]).clusters
 
 
+def test_on_a_gpu_what_does_not_wait_for_each_other_is_one_cluster():
+    infos = [source("x"), source("y"), node("a", "x"), node("b", "a"), node("c", "y"), node("d", "c"),
+             left("m", "b", op="Print"), node("e", "m"), node("f", "e")]
+    read = [("d", 0), ("f", 0)]
+    assert members(find(infos, Options(target="host"), read=read)) == [{"a", "b"}, {"c", "d"}, {"e", "f"}]
+    gpu = find(infos, Options(target="cuda:sm_90"), read=read)
+    assert members(gpu) == [{"a", "b", "c", "d"}, {"e", "f"}]
+    check_acyclic(infos, gpu)
+
+
+def test_on_a_gpu_new_values_of_variables_are_one_cluster():
+    """A backward pass: each layer's update waits for its own call alone, and nothing for the updates."""
+    infos = [source("x"), node("a", "x"), node("a2", "a")]
+    for k in range(3):
+        last = "a2" if not k else f"b{k - 1}"
+        infos += [left(f"m{k}", last, op="Backprop"), node(f"u{k}", f"m{k}"), node(f"v{k}", f"u{k}"),
+                  left(f"s{k}", f"v{k}", op="AssignVariableOp", outputs=0), left(f"b{k}", f"m{k}", op="Backprop")]
+    found = find(infos, Options(target="cuda:sm_90"), read=[("b2", 0)])
+    assert members(found) == [{"a", "a2"}, {f"{n}{k}" for n in "uv" for k in range(3)}]
+    check_acyclic(infos, found)
+    # a value that a later call waits for is no end of that call's cluster
+    infos.append(left("m", "b2", op="Print", controls=("s0",)))
+    infos += [node("e", "m"), node("f", "e")]
+    found = find(infos, Options(target="cuda:sm_90"), read=[("f", 0)])
+    check_acyclic(infos, found)
+    assert not any({"e", "u0"} <= m for m in members(found))
+
+
 def test_min_ops_and_counting():
     infos = [source("x"), node("a", "x"), node("r", "a", op="Reshape", computes=False)]
     found = find(infos, Options(), read=[("r", 0)])
@@ -279,12 +307,15 @@ def random_infos(draw) -> list[NodeInfo]:
     infos: list[NodeInfo] = [source("n0")]
     for k in range(1, count):
         before = st.integers(0, k - 1)
-        inputs = [f"n{j}" for j in draw(st.lists(before, min_size=1, max_size=3))]
+        given_out = st.sampled_from([i.name for i in infos if i.outputs])
+        inputs = draw(st.lists(given_out, min_size=1, max_size=3))
         controls = tuple(f"n{j}" for j in draw(st.lists(before, max_size=1)))
-        kind = draw(st.sampled_from(["plain", "plain", "plain", "left", "shape", "chain", "const"]))
+        kind = draw(st.sampled_from(["plain", "plain", "plain", "left", "shape", "chain", "const", "sink"]))
         device = draw(st.sampled_from(["", "", "", "/cpu:1"]))
         name = f"n{k}"
-        if kind == "left":
+        if kind == "sink":
+            infos.append(left(name, *inputs, op="AssignVariableOp", controls=controls, device=device, outputs=0))
+        elif kind == "left":
             infos.append(left(name, *inputs, controls=controls, device=device))
         elif kind == "const":
             infos.append(node(name, op="Const", small_const=True, computes=False, controls=controls, device=device))
@@ -300,12 +331,13 @@ def random_infos(draw) -> list[NodeInfo]:
 @settings(max_examples=300)
 @given(random_infos(), st.data())
 def test_random_graphs_stay_acyclic_and_complete(infos, data):
-    names = [i.name for i in infos]
+    names = [i.name for i in infos if i.outputs]
     read = [(n, 0) for n in data.draw(st.lists(st.sampled_from(names), max_size=3))] + [(names[-1], 0)]
     keep = data.draw(st.lists(st.sampled_from(names), max_size=2))
     infos = [replace(i, pure=i.why is None or i.op == "MatMul") for i in infos]
     prune = data.draw(st.booleans())
-    found = find(infos, Options(min_ops=data.draw(st.integers(1, 3))), keep=keep, read=read, prune=prune)
+    options = Options(min_ops=data.draw(st.integers(1, 3)), target=data.draw(st.sampled_from(["host", "cuda:sm_90"])))
+    found = find(infos, options, keep=keep, read=read, prune=prune)
     by_name = {i.name: i for i in infos}
     note("\n".join(f"{i.name} {i.op} {i.inputs} {i.controls} {i.device}" for i in infos))
     note("\n".join(f"{c.nodes} copies {set(c.copies)} reads {c.inputs} waits {c.controls}" for c in found.clusters))
@@ -313,7 +345,7 @@ def test_random_graphs_stay_acyclic_and_complete(infos, data):
     taken = [n for c in found.clusters for n in c.members]
     assert len(taken) == len(set(taken))
     made = {t for c in found.clusters for t in c.outputs}
-    staying = set(names) - found.removed
+    staying = set(by_name) - found.removed
 
     def available(ref):
         return ref in made or ref[0] in staying

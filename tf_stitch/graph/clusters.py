@@ -10,6 +10,8 @@ Control edges count as paths.  The method, in two steps:
    that depth.  Taking whole components therefore never closes a cycle, however many are taken at once.
 2. Neighbouring clusters of different depth are merged when an exact reachability test (one bit set per
    node) shows that no path runs between them outside.
+   On a GPU, components of one depth are one cluster from the start (none reaches another), and clusters that only
+   feed sinks (new values of variables) are merged too: enqueued kernels do not wait, and every op costs a launch.
 3. What is left too small for an op of its own joins a cluster beside it, when neither waits for the other:
    one that reads the same tensor or feeds the same node, at the same depth; a few integers (a loop's counter)
    join at any depth.
@@ -379,6 +381,8 @@ def _components(net: _Net, options: Options) -> tuple[list[list[str]], dict[str,
         for b in net.before[name]:
             if depth[b] == level and not _is_break(net, b, name):
                 sets.join(b, name)
+    if options.on_gpu:
+        _join_side_by_side(net, depth, sets)
     streams = {} if options.on_gpu else _streams(net, depth, sets)
     cut = _Sets(sets.parent)
     for i in net.order:
@@ -391,6 +395,13 @@ def _components(net: _Net, options: Options) -> tuple[list[list[str]], dict[str,
         if i.name in net.member:
             groups.setdefault((cut if streams else sets).find(i.name), []).append(i.name)
     return list(groups.values()), depth, streams
+
+
+def _join_side_by_side(net: _Net, depth: Mapping[str, int], sets: _Sets) -> None:
+    """Makes one component of all members of a device and context that have one depth."""
+    first: dict[tuple[int, Any], str] = {}
+    for name in (i.name for i in net.order if i.name in net.member):
+        sets.join(first.setdefault((depth[name], net.key(name)), name), name)
 
 
 def _streams(net: _Net, depth: Mapping[str, int], sets: _Sets) -> dict[str, Streams]:
@@ -447,8 +458,22 @@ def _merge(net: _Net, groups: list[list[str]], depth: Mapping[str, int], streams
     merged: dict[int, list[str]] = {}
     for k, group in enumerate(groups):
         merged.setdefault(_root(owner, k), []).extend(group)
+    if options.on_gpu:
+        _join_ends(net, graph, merged)
     _adopt(net, graph, merged, depth, options)
     return [sorted(g, key=net.position.__getitem__) for g in merged.values()]
+
+
+def _join_ends(net: _Net, graph: _UnitGraph, groups: dict[int, list[str]]) -> None:
+    """Merges groups whose results only go into sinks (assignments, the function's end) and which may come last."""
+    last: dict[Any, int] = {}
+    for u in sorted(groups, key=lambda u: net.position[groups[u][-1]], reverse=True):
+        if any(net.by_name[r].outputs for n in groups[u] for r in net.readers[n] if r not in groups[u]):
+            continue
+        v = last.setdefault(net.key(groups[u][0]), u)
+        if v != u and graph.apart(u, v):
+            graph.merge(v, u)
+            groups[v].extend(groups.pop(u))
 
 
 def _adopt(net: _Net, graph: _UnitGraph, groups: dict[int, list[str]], depth: Mapping[str, int],
