@@ -82,8 +82,7 @@ class StitchSession:
         Raises OptionError, LibraryError; SchedulerError when the scheduler refuses its options.
         """
         _check_above_0("threads", threads, whole=True)
-        if not isinstance(beside, numbers.Integral) or beside < 0:
-            raise OptionError(f"Option 'beside' is {beside!r}; it must be a whole number, at least 0.")
+        _check_count("beside", beside)
         if reserve is not None and not 0 <= reserve < threads:
             raise OptionError(f"Option 'reserve' is {reserve}; it must be at least 0 and below 'threads' ({threads}).")
         runtime.load()
@@ -432,6 +431,12 @@ def _check_above_0(what: str, value: Any, whole: bool) -> None:
     """Raises OptionError."""
     if not isinstance(value, numbers.Integral if whole else numbers.Real) or not 0 < float(value) < math.inf:
         raise OptionError(f"Option '{what}' is {value!r}; it must be a {'whole ' * whole}number above 0, and finite.")
+
+
+def _check_count(what: str, value: Any) -> None:
+    """Raises OptionError."""
+    if not isinstance(value, numbers.Integral) or not value >= 0:
+        raise OptionError(f"Option '{what}' is {value!r}; it must be a whole number, at least 0.")
 
 
 def _is_unicode(text: str) -> bool:
