@@ -435,7 +435,7 @@ def _check_above_0(what: str, value: Any, whole: bool) -> None:
 
 def _check_count(what: str, value: Any) -> None:
     """Raises OptionError."""
-    if not isinstance(value, numbers.Integral) or not value >= 0:
+    if not isinstance(value, numbers.Integral) or int(value) < 0:
         raise OptionError(f"Option '{what}' is {value!r}; it must be a whole number, at least 0.")
 
 
