@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import tempfile
 import threading
 import time
@@ -584,6 +586,22 @@ def test_close_cancels_what_waits_too_long(gate):
     assert session.close(timeout_s=0.01) is False
     assert waiting.cancelled()
     assert running.done()
+
+
+@BOTH
+def test_a_forked_process_has_no_session(session):
+    """It has none of the threads: requests would wait for ever, and so would the end of the session."""
+    session.add("a", scaled(2.0), verify=False)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            session.submit("a", rows(0))
+        except tf.errors.UnavailableError as error:
+            os._exit(0 if session.close() and not session._end.alive and "forked" in error.message else 2)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    check(session.run("a", rows(0)), 2.0, rows(0))
 
 
 def test_dropped_session_gives_back_its_threads():

@@ -108,6 +108,7 @@ class StitchSession:
             self._dispatcher = Dispatcher(threads, threads // 4 if reserve is None else reserve, beside)
             undo.pop_all()
         self._end = weakref.finalize(self, _end, self._dispatcher, self._tenants, self._folder, self.coalesce)
+        _sessions.add(self)
         try:
             if metrics_port is not None:
                 self._serve_metrics(metrics_port)
@@ -222,7 +223,8 @@ class StitchSession:
         ``inputs``: values by name (of a single input, the value itself will do).  Arrays of the right type are not
         copied: leave them alone until the answer is there.  ``timeout_ms``: after it, the request ends with
         DeadlineExceededError, wherever it is.  The future can be cancelled until its answer is there; a request that
-        runs already then runs to its end, and the answer is dropped.
+        runs already then runs to its end, and the answer is dropped.  Callbacks of the future run on a thread that
+        answers requests, so they must not wait for others.
 
         Raises OptionError when the inputs do not fit, the timeout is no number or there is no such tenant,
         ResourceExhaustedError when the tenant has too many requests, UnavailableError when none are taken any more.
@@ -396,7 +398,19 @@ class StitchSession:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise tf.errors.UnavailableError(None, None, "The session is closed.")
+            raise tf.errors.UnavailableError(None, None, "The session is closed, or of the process that this one was "
+                                             "forked from.")
+
+    def _forked(self) -> None:
+        """A forked process has a session's memory and none of its threads: there, it is closed and gives back nothing.
+        """
+        self._end.detach()
+        self._closed, self._changes = True, threading.RLock()  # a thread that is not there may have held the lock
+        self._tenants = {}
+
+
+_sessions: weakref.WeakSet[StitchSession] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [session._forked() for session in _sessions])
 
 
 def _end(dispatcher: Dispatcher, tenants: dict[str, Tenant], folder: Path, coalesce: bool) -> None:
