@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import io
 import json
 import os
 import platform
@@ -32,6 +33,7 @@ from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from .errors import OptionError
+from .files import write_whole
 from .saved_model import relative_error
 
 Call = Callable[[], Any]
@@ -169,7 +171,7 @@ def interleave(calls: dict[str, Call], rounds: int, round_s: float = 0.05) -> di
     counts = {name: _calls_in(call, round_s) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
-    for i in range(rounds):
+    for i in range(rounds if order else 0):
         for name in order[i % len(order):] + order[:i % len(order)]:
             call, count = calls[name], counts[name]
             start = time.perf_counter()
@@ -499,12 +501,13 @@ def write(folder: Path, name: str, data: Any, facts: Mapping[str, Any], tables: 
     """Writes NAME.json (``data``) and NAME.txt (the tables, the facts, then ``lines``) and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / f"{name}.json", folder / f"{name}.txt"
-    paths[0].write_text(json.dumps(data, indent=1) + "\n")
-    with paths[1].open("w", encoding="utf-8") as out:
-        console = Console(file=out, width=200)
-        for one in tables:
-            console.print(one)
-        console.print("\n".join([*(f"{k}: {v}" for k, v in facts.items()), *lines]), highlight=False, soft_wrap=True)
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    for one in tables:
+        console.print(one)
+    console.print("\n".join([*(f"{k}: {v}" for k, v in facts.items()), *lines]), highlight=False, soft_wrap=True)
+    write_whole(paths[0], (json.dumps(data, indent=1) + "\n").encode())
+    write_whole(paths[1], out.getvalue().encode())
     return paths
 
 
@@ -538,14 +541,15 @@ def bench_saved_model(path: str, *, signature: str = "serving_default", inputs: 
     Args:
       path: the SavedModel folder.
       signature: which signature to call.
-      inputs: arrays by input name (default: drawn from the signature, unknown batch dims being ``batch``).
+      inputs: arrays by input name, or by "signature/name" (default: drawn from the signature, unknown batch dims being
+        ``batch``).
       batch: size of unknown dims of drawn inputs.
       systems: which of :data:`SYSTEMS` to run.
       rounds: interleaved rounds.
 
     Raises:
-      OptionError: an unknown system, a signature the model does not have, or no rounds.
-      SavedModelError: the folder cannot be read or rewritten.
+      OptionError: an unknown system, a signature the model does not have, inputs that it does not take, or no rounds.
+      SavedModelError: the folder cannot be read or rewritten, or the signature fails on the inputs.
     """
     from . import saved_model
 
@@ -554,8 +558,9 @@ def bench_saved_model(path: str, *, signature: str = "serving_default", inputs: 
     with tempfile.TemporaryDirectory() as folder:
         plain = saved_model.load(path)
         fetch = saved_model.signature_of(plain, signature)
-        values = inputs or saved_model.sample_inputs(fetch, batch=batch)
-        args = {k: tf.constant(v) for k, v in values.items()}
+        specs = fetch.structured_input_signature[1]
+        values = saved_model.sample_inputs(fetch, batch, signature, inputs)
+        args = {k: tf.constant(v, specs[k].dtype) for k, v in values.items()}
         functions: dict[str, Callable[..., Any]] = {"tensorflow": fetch}
         functions["xla"] = tf.function(lambda **kw: fetch(**kw), jit_compile=True)
         if "stitched" in systems:

@@ -1,6 +1,7 @@
 """Bar charts of benchmark rows (matplotlib): a group of bars per workload, a bar per system."""
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from .bench import Row
 from .errors import OptionError
+from .files import write_whole
 
 SYSTEMS = ("tensorflow", "xla", "jax", "torch", "stitched")
 LABELS = {"tensorflow": "TensorFlow", "xla": "XLA", "jax": "JAX", "torch": "PyTorch", "stitched": "tf_stitch"}
@@ -37,10 +39,21 @@ def plot(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     for k, (title, found) in enumerate(charts.items()):
         draw_bars(figure.add_subplot(1, len(charts), k + 1), found, title)
     figure.suptitle(document["device"], fontsize=9)
+    save(figure, path, 150)
+
+
+def save(figure: Any, path: str | os.PathLike[str], dpi: int) -> None:
+    """Writes a figure in the format that the file's name ends in (PNG where it has no end).
+
+    Raises OptionError when that is not known or the file cannot be written.
+    """
+    picture = io.BytesIO()
     try:
-        figure.savefig(Path(path), dpi=150)
+        figure.savefig(picture, dpi=dpi, format=Path(path).suffix[1:] or "png")
+        write_whole(path, picture.getvalue())
     except (OSError, ValueError) as error:
-        raise OptionError(f"The plot '{os.fspath(path)}' cannot be written: {error}.") from None
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise OptionError(f"The plot '{os.fspath(path)}' cannot be written: {reason}.") from None
 
 
 def bars(rows: Sequence[Row], key: str, dynamic: bool = False) -> dict[str, dict[str, float]]:

@@ -12,10 +12,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from .errors import OptionError, StitchError
+from .files import write_whole
 from .quiet import quiet_stderr
 
 Progress = Callable[[int, int, str], None]
@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except StitchError as error:
         print(f"tf-stitch: {error}", file=sys.stderr)
+        return 1
+    except MemoryError as error:
+        print(f"tf-stitch: There is not enough memory ({error or 'none is left'}).", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of stdout has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -100,7 +103,7 @@ def _bench(args: argparse.Namespace) -> int:
         from .bench_plots import plot
 
         plot(found, args.plot)
-    return 0
+    return int(all(r.note for r in rows))
 
 
 def _serve_bench(args: argparse.Namespace) -> int:
@@ -160,7 +163,7 @@ def _options(args: argparse.Namespace) -> Any:
 def _print_report(report: Any, args: argparse.Namespace) -> None:
     if args.html:
         try:
-            Path(args.html).write_text(report.to_html(f"tf_stitch: {args.src}"), encoding="utf-8")
+            write_whole(args.html, report.to_html(f"tf_stitch: {args.src}").encode())
         except OSError as error:
             raise OptionError(f"The HTML report '{args.html}' cannot be written: {error.strerror}.") from None
     if args.json:
@@ -263,14 +266,14 @@ def _parser() -> argparse.ArgumentParser:
                        help="requests a second, or the speed of the trace (default: search the highest that meets the "
                        "SLO; a trace is sent at its own speed)")
     serve.add_argument("--trace", metavar="FILE", help="send these requests (StitchSession.record wrote them)")
-    serve.add_argument("--target", type=_above_zero, default=99.0, metavar="PERCENT",
+    serve.add_argument("--target", type=_percent, default=99.0, metavar="PERCENT",
                        help="share of requests within their SLO that the search asks for (default: 99)")
     serve.add_argument("--policies", metavar="LIST", help="of timeslice,hyperq,batching,"
                        "stitched,superkernel (default: these) and processes,mps")
     serve.add_argument("--seconds", type=_above_zero, default=2.0, metavar="S", help="of each load (default: 2)")
     serve.add_argument("--batch", type=_positive, default=1, metavar="N", help="size of unknown dims of drawn inputs")
     serve.add_argument("--threads", type=_positive, default=2, metavar="N", help="that submit requests (default: 2)")
-    serve.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals")
+    serve.add_argument("--seed", type=_whole, default=0, metavar="N", help="of arrivals")
     serve.add_argument("--gpu-memory-mb", type=_positive, default=4096, metavar="MB",
                        help="of each model on a GPU (hyperq needs its own share for each; default: 4096)")
     serve.add_argument("--plot", metavar="FILE.png", help="also draw the results (needs matplotlib)")
@@ -285,6 +288,19 @@ def _positive(text: str) -> int:
     value = int(text) if text.isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no positive integer")
+    return value
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"'{text}' is no integer of at least 0")
+    return int(text)
+
+
+def _percent(text: str) -> float:
+    value = _above_zero(text)
+    if value > 100:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than 100 percent")
     return value
 
 

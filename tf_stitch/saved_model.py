@@ -7,7 +7,9 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,7 +136,7 @@ def load_inputs(inputs: Inputs | str | os.PathLike[str] | None) -> dict[str, np.
     try:
         with np.load(inputs, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         reason = getattr(error, "strerror", None) or "it is no .npz file of plain arrays"
         raise OptionError(f"The inputs '{os.fspath(inputs)}' cannot be read: {reason}.") from None
 
@@ -323,14 +325,52 @@ def signature_of(model: Any, name: str = "serving_default") -> Any:
     raise OptionError(f"The model has no signature '{name}'; {has}.")
 
 
-def sample_inputs(signature: Any, batch: int = 1) -> dict[str, np.ndarray]:
-    """Inputs drawn for a signature that it accepts; unknown first dims are ``batch``."""
-    wrapped = Signature("signature", _Keeper(None, signature), signature.structured_input_signature[1])
-    for inputs in _drawn(wrapped, batch):
+def sample_inputs(signature: Any, batch: int = 1, name: str = "signature", given: Inputs | None = None
+                  ) -> dict[str, Any]:
+    """Inputs that a loaded model's signature accepts: those that are given (by name, or "signature/name"), else drawn
+    ones, whose unknown first dims are ``batch``.
+
+    Raises OptionError when what is given is not of the signature, SavedModelError when the signature fails on it or
+    none could be drawn.
+    """
+    wrapped = Signature(name, _Keeper(None, signature), signature.structured_input_signature[1])
+    if given:
+        own = _given(wrapped, given)
+        if own is None:
+            raise _of_no_signature(given, [wrapped])
+        _run(wrapped, own)
+        return own
+    return _accepted(wrapped, batch)
+
+
+def inputs_of_shapes(signature: Any, shapes: Mapping[str, Sequence[int]], name: str) -> dict[str, Any]:
+    """Inputs of given shapes, drawn for a loaded model's signature.
+
+    Raises OptionError when the signature takes no such shapes, SavedModelError when it accepts nothing of them.
+    """
+    import tensorflow as tf
+
+    specs = signature.structured_input_signature[1]
+    if set(shapes) != set(specs) or any(d < 0 for shape in shapes.values() for d in shape) or not all(
+            specs[k].shape.is_compatible_with(shape) for k, shape in shapes.items()):
+        raise OptionError(f"The signature '{name}' takes {_shapes_text({k: s.shape for k, s in specs.items()})}, not "
+                          f"{_shapes_text(shapes)}.")
+    drawn = {k: tf.TensorSpec(shape, specs[k].dtype) for k, shape in shapes.items()}
+    return _accepted(Signature(name, _Keeper(None, signature), drawn), 1)
+
+
+def _shapes_text(shapes: Mapping[str, Any]) -> str:
+    return ", ".join(f"'{k}' {shape if hasattr(shape, 'rank') else tuple(shape)}" for k, shape in shapes.items()
+                     ) or "nothing"
+
+
+def _accepted(signature: Signature, batch: int) -> dict[str, Any]:
+    """The first drawn inputs that a signature does not refuse."""
+    for inputs in _drawn(signature, batch):
         with contextlib.suppress(SavedModelError):
-            _run(wrapped, inputs)
+            _run(signature, inputs)
             return inputs
-    raise SavedModelError(_NOT_DRAWN.format("signature"))
+    raise SavedModelError(_NOT_DRAWN.format(signature.name))
 
 
 _NOT_DRAWN = ("No inputs could be drawn that the signature '{}' accepts; give some with --inputs FILE.npz (inputs=...) "
@@ -355,10 +395,12 @@ def compare(original: Path, rewritten: Path, samples: Inputs | None = None,
     rounding would pass for errors.  Raises VerifyError when an error is above the
     tolerance of its element type, SavedModelError when a model cannot be loaded or run.
     """
-    mine, theirs = signatures(rewritten), signatures(original)
+    theirs, mine = signatures(original), signatures(rewritten)
     if not theirs:
         raise SavedModelError(f"'{original}' has no signature to verify it with; export it with one or use --no-verify "
                               "(verify=False).")
+    if samples and all(_given(s, samples) is None for s in theirs.values()):
+        raise _of_no_signature(samples, theirs.values())
     errors: dict[str, tuple[float, str]] = {}
     for k, (name, reference) in enumerate(theirs.items()):
         if name not in mine:
@@ -455,6 +497,11 @@ def _given(signature: Signature, samples: Inputs) -> dict[str, Any] | None:
         raise OptionError(f"The inputs lack '{missing[0]}' of the signature '{signature.name}', which takes "
                           f"{', '.join(sorted(signature.inputs))}.")
     return None
+
+
+def _of_no_signature(samples: Inputs, among: Iterable[Signature]) -> OptionError:
+    takes = "; ".join(f"'{s.name}' takes {', '.join(sorted(s.inputs)) or 'nothing'}" for s in among)
+    return OptionError(f"The inputs ({', '.join(sorted(samples))}) are of no signature: {takes}.")
 
 
 def _has_unknown(signature: Signature) -> bool:

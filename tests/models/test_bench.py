@@ -11,7 +11,7 @@ import tensorflow as tf
 import tf_stitch
 from models import bench as models_bench
 from tf_stitch import bench, bench_plots, cli
-from tf_stitch.errors import OptionError
+from tf_stitch.errors import OptionError, SavedModelError
 
 
 def test_max_rel_error() -> None:
@@ -117,12 +117,33 @@ def test_a_saved_model_on_all_systems(tmp_path: Path) -> None:
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(OptionError, match="cannot be written"):
         bench_plots.plot(bench.document(rows, bench.machine()), tmp_path / "none" / "p.png")
+    with pytest.raises(OptionError, match="'xyz' is not supported"):
+        bench_plots.plot(bench.document(rows, bench.machine()), tmp_path / "p.xyz")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "p.png"]  # nothing is left of what failed
     with pytest.raises(OptionError, match="nothing to plot"):
         bench_plots.plot(bench.document([bench.Row("w", "xla", note="no")], bench.machine()), tmp_path / "q.png")
     with pytest.raises(OptionError, match="Unknown system tvm"):
         bench.bench_saved_model(str(tmp_path / "m"), systems=["tvm"])
     with pytest.raises(OptionError, match="no signature 'serving_default'"):
         bench.bench_saved_model(str(tmp_path / "m"))
+    with pytest.raises(OptionError, match="'serve' takes x"):
+        bench.bench_saved_model(str(tmp_path / "m"), signature="serve", inputs={"z": np.ones(3)})
+    with pytest.raises(SavedModelError, match="'serve' fails on the sample inputs"):
+        bench.bench_saved_model(str(tmp_path / "m"), signature="serve", inputs={"x": np.array(["a"])})
+    rows = bench.bench_saved_model(str(tmp_path / "m"), signature="serve", inputs={"serve/x": np.ones((2, 8))},
+                                   rounds=1, systems=["stitched"])
+    assert rows[0].latency_us and not rows[0].note  # NumPy's doubles are floats to the model
+
+
+def test_systems_that_all_fail_are_a_failure(monkeypatch, capsys) -> None:
+    def fails():
+        raise ValueError("no")
+
+    rows = bench.measure("w", {"xla": fails}, rounds=3)
+    assert rows["xla"].note == "ValueError: no" and rows["xla"].latency_us is None
+    monkeypatch.setattr(bench, "bench_saved_model", lambda *args, **more: list(rows.values()))
+    assert cli.main(["bench", "w"]) == 1
+    assert "ValueError: no" in capsys.readouterr().out
 
 
 def test_verdicts_name_what_is_slow_or_wrong() -> None:

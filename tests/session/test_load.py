@@ -190,7 +190,9 @@ def test_recording(session, tmp_path):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "no trace of version"), ('{"tf_stitch_trace": 9}\n', "version"), ("hello\n", "no JSON"), ("[]\n", "version"),
-    ('{"tf_stitch_trace": 1}\n{"t": 0}\n', "lacks"), ('{"tf_stitch_trace": 1}\n[]\n', "lacks")])
+    ('{"tf_stitch_trace": 1}\n{"t": 0}\n', "lacks"), ('{"tf_stitch_trace": 1}\n[]\n', "lacks"),
+    ('{"tf_stitch_trace": 1}\n{"t": NaN, "tenant": "a", "signature": "s", "shapes": {}}\n', "lacks t"),
+    ('{"tf_stitch_trace": 1}\n{"t": 0, "tenant": "a", "signature": "s", "shapes": {"x": [Infinity]}}\n', "lacks")])
 def test_bad_traces(tmp_path, text, message):
     (tmp_path / "trace").write_text(text)
     with pytest.raises(OptionError, match=message):
@@ -287,14 +289,51 @@ def test_command(models, tmp_path, capsys):
     assert "stitched" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("wrong", [["--seed", "-1"], ["--target", "101"], ["--rate", "nan"]])
+def test_command_usage(wrong, capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["serve-bench", "a=b", *wrong])
+    assert raised.value.code == 2 and wrong[1] in capsys.readouterr().err
+
+
+def test_a_trace_without_requests(models, tmp_path, capsys):
+    write_trace(tmp_path / "t", [])
+    assert cli.main(["serve-bench", f"a={models[0].folder}", "--trace", str(tmp_path / "t")]) == 1
+    assert "holds no requests" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["a"], "names no model"), (["a=/nowhere"], "does not exist"), (["--policies", "x", "a=b"], "'x' is not known"),
     (["--slo-ms", "b=3", "{}"], "none of the models"), (["--slo-ms", "x", "{}"], "is no SLO"),
+    (["--slo-ms", "0", "{}"], "is no SLO"), (["--slo-ms", "a=nan", "{}"], "is no SLO"),
+    (["--rate", "1e9", "{}"], "10,000,000 requests at most"),
     (["--trace", "/nowhere", "{}"], "cannot be read")])
 def test_command_errors(arguments, message, models, capsys):
     spec = f"a={models[0].folder}"
     assert cli.main(["serve-bench", *(a.replace("{}", spec) for a in arguments)]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_trace_is_sent_with_its_shapes(models):
+    specs = [f"m1={models[0].folder}", f"m2={models[1].folder}"]
+    trace = [Event(0.001 * i, "m1", "serving_default", {"x": (i % 3, WIDTH)}) for i in range(6)]
+    found, other = serve_bench.models_of(specs, ["500"], 4, trace)
+    assert sorted(s["x"].shape for s in found.client.samples) == [(0, WIDTH), (1, WIDTH), (2, WIDTH)]
+    assert [s["x"].shape for s in other.client.samples] == [(4, WIDTH)]  # it has no requests in the trace
+    arrivals = load.replay([found.client, other.client], trace)
+    assert [found.client.samples[s]["x"].shape[0] for s in arrivals.samples] == [0, 1, 2, 0, 1, 2]
+    row, = serve_bench.run([found, other], serve_bench.Plan(("stitched",), rates=[1.0], trace=trace), Devices())
+    assert row.outcome.answered == 6 and not row.bad
+
+
+@pytest.mark.parametrize(("event", "message"), [
+    (Event(0, "m1", "serving_default", {"x": (1, WIDTH + 1)}), "takes 'x' .*, not 'x' "),
+    (Event(0, "m1", "serving_default", {"x": (-1, WIDTH)}), "not 'x' "),
+    (Event(0, "m1", "serving_default", {}), "not nothing"),
+    (Event(0, "m1", "other", {"x": (1, WIDTH)}), "requests of the signature 'other' of 'm1'")])
+def test_a_trace_of_other_requests_than_the_model_takes(models, event, message):
+    with pytest.raises(OptionError, match=message):
+        serve_bench.models_of([f"m1={models[0].folder}"], [], 1, [event])
 
 
 def test_search_of_a_policy(models):

@@ -13,7 +13,7 @@ import tensorflow as tf
 from google.protobuf.message import EncodeError
 
 import tf_stitch
-from tf_stitch import cli, saved_model
+from tf_stitch import cli, files, saved_model
 from tf_stitch.errors import OptionError, SavedModelError, VerifyError
 from tf_stitch.graph import lower
 
@@ -335,6 +335,52 @@ def test_command_errors_are_one_sentence(source, tmp_path, capsys, arguments, te
     captured = capsys.readouterr()
     assert captured.err.startswith("tf-stitch: ") and text in captured.err and captured.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_inputs_that_cannot_be_used(source, tmp_path, capsys):
+    np.savez(tmp_path / "good.npz", x=np.ones(3))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "good.npz").read_bytes()[:60])
+    (tmp_path / "empty.npz").touch()
+    np.save(tmp_path / "single.npy", np.ones(3))
+    np.savez(tmp_path / "others.npz", of_another_model=np.ones(3))
+    for name, text in (("cut.npz", "no .npz file"), ("empty.npz", "no .npz file"), ("single.npy", "no .npz file"),
+                       ("others.npz", "(of_another_model) are of no signature: 'score' takes ")):
+        assert cli.main(["rewrite", str(source), str(tmp_path / "out"), "--inputs", str(tmp_path / name)]) == 1
+        captured = capsys.readouterr()
+        assert text in captured.err and captured.err.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_its_variables_is_named(source, tmp_path):
+    shutil.copytree(source, tmp_path / "cut")
+    for path in (tmp_path / "cut" / "variables").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(SavedModelError, match=f"'{tmp_path / 'cut'}' cannot be loaded"):
+        tf_stitch.rewrite_saved_model(tmp_path / "cut", tmp_path / "out", options=NATIVE)
+
+
+def test_what_does_not_fit_into_memory_is_a_sentence(source, capsys):
+    assert cli.main(["bench", str(source), "--signature", "score", "--batch", "9" * 14]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("tf-stitch: There is not enough memory (") and captured.err.count("\n") == 1
+
+
+def test_files_appear_whole_or_not_at_all(tmp_path, monkeypatch):
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "link").symlink_to("old")
+    files.write_whole(tmp_path / "link", b"new")
+    assert (tmp_path / "old").read_bytes() == b"new" and (tmp_path / "link").is_symlink()
+    files.write_whole("/dev/null", b"it is still a device")
+    assert not Path("/dev/null").is_file()
+
+    def full(self, data):
+        open(self, "wb").close()
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="no space"):
+        files.write_whole(tmp_path / "old", b"newer")
+    assert (tmp_path / "old").read_bytes() == b"new" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_command_usage(capsys):

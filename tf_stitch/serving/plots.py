@@ -4,9 +4,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from ..bench_plots import save
 from ..errors import OptionError
 from .serve_bench import Row
 
@@ -28,10 +28,7 @@ def plot(rows: Sequence[Row], path: str | os.PathLike[str], title: str = "") -> 
     _curves(curves, [r for r in rows if r.tried])
     _latencies(latencies, [r for r in rows if r.outcome])
     figure.suptitle(title)
-    try:
-        figure.savefig(Path(path), dpi=120)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"The plot '{os.fspath(path)}' cannot be written: {error}.") from None
+    save(figure, path, 120)
 
 
 def _has_highest(rows: Sequence[Row]) -> bool:

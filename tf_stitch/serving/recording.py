@@ -9,6 +9,7 @@ A trace file is JSON lines.  The first is ``{"tf_stitch_trace": 1}``, the format
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -94,7 +95,9 @@ def read_trace(path: str | os.PathLike[str]) -> list[Event]:
     try:
         events = [Event(float(e["t"]), str(e["tenant"]), str(e["signature"]),
                         {str(k): tuple(int(d) for d in v) for k, v in e["shapes"].items()}) for e in lines[1:]]
-    except (KeyError, TypeError, ValueError, AttributeError):
+        if not all(math.isfinite(e.t) for e in events):
+            raise ValueError("a time that is none")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise OptionError(f"'{os.fspath(path)}' is no trace: a request lacks t, tenant, signature or shapes.") from None
     return sorted(events, key=lambda e: e.t)
 

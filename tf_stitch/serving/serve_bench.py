@@ -22,6 +22,8 @@ from .recording import Event, read_trace
 from .search import Found, highest_rate
 
 Say = Callable[[str], None]
+SIGNATURE = "serving_default"  # what requests run
+MOST_REQUESTS = 10_000_000  # of a load: all are drawn beforehand
 LEAST_REQUESTS = 300  # of a probe: fewer say too little about the last percent
 
 
@@ -243,8 +245,11 @@ def table(rows: Sequence[Row], title: str = "") -> Table:
 
 # --- the command ------------------------------------------------------------------------------------
 
-def models_of(specs: Sequence[str], slos: Sequence[str], batch: int) -> list[Model]:
-    """Models from ``NAME=FOLDER`` and SLOs from ``MS`` or ``NAME=MS``; inputs are drawn.  Raises OptionError."""
+def models_of(specs: Sequence[str], slos: Sequence[str], batch: int, trace: Sequence[Event] = ()) -> list[Model]:
+    """Models from ``NAME=FOLDER`` and SLOs from ``MS`` or ``NAME=MS``; inputs are drawn, of the shapes of the trace.
+
+    Raises OptionError.
+    """
     from .. import saved_model
 
     default, own = 50.0, {}
@@ -253,7 +258,9 @@ def models_of(specs: Sequence[str], slos: Sequence[str], batch: int) -> list[Mod
         try:
             value = float(text)
         except ValueError:
-            raise OptionError(f"'{slo}' is no SLO; give milliseconds, or NAME=milliseconds.") from None
+            value = 0.0
+        if not 0 < value < math.inf:
+            raise OptionError(f"'{slo}' is no SLO; give milliseconds, or NAME=milliseconds.")
         if equals:
             own[name] = value
         else:
@@ -263,28 +270,44 @@ def models_of(specs: Sequence[str], slos: Sequence[str], batch: int) -> list[Mod
         name, equals, folder = spec.partition("=")
         if not equals or not name or not folder:
             raise OptionError(f"'{spec}' names no model; give NAME=FOLDER.")
-        signature = saved_model.signature_of(saved_model.load(folder))
-        samples = [saved_model.sample_inputs(signature, batch)]
+        model = saved_model.load(folder)
+        signature = saved_model.signature_of(model)
+        samples = ([saved_model.inputs_of_shapes(signature, shapes, SIGNATURE) for shapes in _recorded(trace, name)]
+                   or [saved_model.sample_inputs(signature, batch, SIGNATURE)])
         out.append(Model(Path(folder), Client(name, own.pop(name, default), samples)))
     if own:
         raise OptionError(f"There is an SLO of '{next(iter(own))}', which is none of the models.")
     return out
 
 
+def _recorded(trace: Sequence[Event], name: str) -> list[dict[str, tuple[int, ...]]]:
+    """The different shapes of a model's requests in a trace.  Raises OptionError where it runs other signatures."""
+    events = [e for e in trace if e.tenant == name]
+    other = next((e.signature for e in events if e.signature != SIGNATURE), None)
+    if other is not None:
+        raise OptionError(f"The trace has requests of the signature '{other}' of '{name}'; serve-bench sends those of "
+                          f"'{SIGNATURE}' only.")
+    return list({tuple(sorted(e.shapes.items())): e.shapes for e in events}.values())
+
+
 def of_models(args: Any, plan: Plan, say: Say) -> list[Row]:
     """Runs the plan on the models of command line arguments."""
     devices = virtual_gpus(len(args.models), args.gpu_memory_mb)
-    return run(models_of(args.models, args.slo_ms, args.batch), plan, devices, say)
+    return run(models_of(args.models, args.slo_ms, args.batch, plan.trace), plan, devices, say)
 
 
 def plan_of(args: Any) -> Plan:
     """The plan that command line arguments ask for."""
     trace = read_trace(args.trace) if args.trace else ()
+    if args.trace and not trace:
+        raise OptionError(f"The trace '{args.trace}' holds no requests.")
     rates = args.rate or ([1.0] if trace else [])
     policies = args.policies.split(",") if args.policies else POLICIES
     unknown = sorted(set(policies) - {*POLICIES, *OTHERS})
     if unknown:
         raise OptionError(f"Policy '{unknown[0]}' is not known; use {', '.join((*POLICIES, *OTHERS))}.")
+    if not trace and any(rate * args.seconds > MOST_REQUESTS for rate in rates):
+        raise OptionError(f"A load holds {MOST_REQUESTS:,} requests at most; give a lower --rate or fewer --seconds.")
     return Plan(policies=policies, seconds=args.seconds, rates=rates, trace=trace, target=args.target / 100,
                 threads=args.threads, seed=args.seed)
 

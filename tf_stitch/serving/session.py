@@ -410,7 +410,14 @@ class StitchSession:
 
 
 _sessions: weakref.WeakSet[StitchSession] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [session._forked() for session in _sessions])
+
+
+def _forked() -> None:
+    for session in _sessions:
+        session._forked()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _end(dispatcher: Dispatcher, tenants: dict[str, Tenant], folder: Path, coalesce: bool) -> None:
