@@ -144,3 +144,43 @@ def test_an_error_in_a_piece_is_named(monkeypatch, tmp_path) -> None:
     bad = SEPARATOR.join([kernel(1, 9000), kernel(2, 9000, "no such statement;")])
     with pytest.raises(cuda.CompileError, match=r"nvcc failed to compile a kernel: .*error"):
         cuda.compile_text(bad, ("compute_90",))
+
+
+@needs_nvcc
+def test_what_was_begun_is_compiled_once(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(cuda, "usable_cores", lambda: 2)
+    compiled = []
+    real = cuda.Nvcc._run
+    monkeypatch.setattr(cuda.Nvcc, "_run", lambda self, source, suffix, flags: (
+        compiled.extend(re.findall(rb"^TS_KERNEL\(ts_0*(\d)", source, re.M)), real(self, source, suffix, flags))[1])
+    texts = [kernel(i, 9000) for i in range(1, 6)]
+    cuda.begin_text(SEPARATOR.join(texts[:2]))
+    cuda.begin_text(SEPARATOR.join(texts[1:4]))
+    made = cuda.compile_text(SEPARATOR.join([texts[0], *texts[2:]]))
+    entries = re.findall(r"\.entry ts_0*(\d)", made["compute_90"].decode())
+    assert sorted(compiled) == [b"1", b"2", b"3", b"4", b"5"] and {"1", "3", "4", "5"} <= set(entries)
+    assert len(entries) == len(set(entries)) and made["sm_90"][:4] == b"\x7fELF"
+    again = cuda.compile_text(SEPARATOR.join(texts[:2]), ("compute_90",))["compute_90"].decode()  # no piece is left
+    assert sorted(re.findall(r"\.entry ts_0*(\d)", again)) == ["1", "2"] and not cuda._begun
+
+
+@needs_nvcc
+def test_what_was_begun_without_directives_is_another_kernel(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    text = SEPARATOR.join(f"TS_KERNEL(ts_{i:016x}, 1, 0) {{ }}" for i in (1, 2))
+    for begun in (text, WITH_MANY + text):
+        monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / str(len(begun))))
+        cuda.begin_text(begun)
+        made = cuda.compile_text(WITH_MANY + text, ("compute_90",))["compute_90"].decode()
+        assert len(re.findall(r"\.entry ts_\w+_many", made)) == 2
+
+
+@needs_nvcc
+def test_an_error_in_what_was_begun_comes_up_later(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    bad = kernel(2, 9000, "no such statement;")
+    cuda.begin_text(bad)
+    for _ in range(2):  # the second time nothing is left of it
+        with pytest.raises(cuda.CompileError, match=r"nvcc failed to compile a kernel: .*error"):
+            cuda.compile_text(SEPARATOR.join([kernel(1, 9000), bad]), ("compute_90",))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.fusion.chains import lstm_gates, norm_gelu_softmax, small_attention
-from tf_stitch import compiler
+from tf_stitch import assemble, compiler
 from tf_stitch.backend import host
 from tf_stitch.codegen.kernel import INDEX_LIMIT
 from tf_stitch.errors import CompileError
@@ -136,14 +136,14 @@ def test_one_size_written_in_two_ways_is_still_guarded():
     n, m = D.symbol("n"), D.symbol("m")
     one, other = D.dmax(n, m) * 4, D.dmax(n * 4, m * 4)
     assert one != other and D.prove_le(one, other) and D.prove_le(other, one)
-    assert compiler._largest([one, other]) == [one]
-    assert compiler._largest([n, n + m, 7, D.symbol("k", 0, 9), m]) == [n + m]
+    assert assemble._largest([one, other]) == [one]
+    assert assemble._largest([n, n + m, 7, D.symbol("k", 0, 9), m]) == [n + m]
 
 
 def test_plans_for_ranges_are_not_compared_with_each_other(monkeypatch):
     """What says which plan runs makes sizes of different plans hard to compare: minutes for tens of kernels."""
     hard = []
-    monkeypatch.setattr(compiler.D, "prove_le", lambda a, b, real=D.prove_le: hard.append(b - a) or real(a, b))
+    monkeypatch.setattr(assemble.D, "prove_le", lambda a, b, real=D.prove_le: hard.append(b - a) or real(a, b))
     b = Builder()
     x = b.param((None, 512), "float32")
     h = b.ew("tanh", b.dot(x, b.param((512, 1024), "float32"), contract=((1,), (0,))))

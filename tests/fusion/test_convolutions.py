@@ -174,9 +174,10 @@ def test_what_requests_are_to_share_multiplies_patches(batch):
     def block(b, x, w, scale, shift, mean, variance):
         return relu(b, norm(b, conv(b, x, w), scale, shift, mean, variance))
 
-    (step,) = check(block, [(batch, 16, 16, 64), (3, 3, 64, 128), *[(128,)] * 4], tolerance=1e-3,
-                    target=replace(CUDA, superkernels=True))
-    assert step.call == "matmul" and step.flags == (0,) * 5
+    steps = check(block, [(batch, 16, 16, 64), (3, 3, 64, 128), *[(128,)] * 4], tolerance=1e-3,
+                  target=replace(CUDA, superkernels=True))
+    assert len(steps) == 1 or batch is None  # plans for ranges of an unknown batch
+    assert {(s.call, s.flags) for s in steps} == {("matmul", (0,) * 5)}
 
 
 def test_doubles_multiply_patches():

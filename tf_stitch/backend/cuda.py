@@ -19,8 +19,8 @@ import statistics
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,18 @@ def compile_text(text: str, targets: Sequence[str] = DEFAULT_TARGETS) -> dict[st
     return out
 
 
+def begin_text(text: str, targets: Sequence[str] = DEFAULT_TARGETS) -> None:
+    """Begins to compile kernels that are to be part of a text which compile_text will be given.
+
+    Errors come up there.  NVRTC compiles one text after the other: there is nothing to begin with it.
+    """
+    with contextlib.suppress(CompileError):
+        compiler = find_compiler()
+        if isinstance(compiler, Nvcc):
+            for number in {_parse(target)[1] for target in targets}:
+                compiler.begin(text, number)
+
+
 def targets_of(target: str) -> tuple[str, ...]:
     """The code targets of an option "cuda:sm_NN": its cubin, and PTX for chips that come later."""
     _, number = _parse(target.removeprefix("cuda:"))
@@ -87,9 +99,39 @@ class Nvcc:
         self.version, self.splits = _nvcc_facts(path, os.stat(path).st_mtime_ns)
 
     def ptx(self, text: str, number: str) -> bytes:
-        flags = [f"-arch=compute_{number}", "-ptx", *FLAGS, *NVCC_FLAGS]
+        flags = self._ptx_flags(number)
         key = key_of([self.version, *flags, translation_unit(text, "cuda")])
         return _cached(PTX, key, lambda: self._front_end(text, flags))
+
+    @staticmethod
+    def _ptx_flags(number: str) -> list[str]:
+        return [f"-arch=compute_{number}", "-ptx", *FLAGS, *NVCC_FLAGS]
+
+    def begin(self, text: str, number: str) -> None:
+        """Begins to compile kernels that a text will have."""
+        flags = self._ptx_flags(number)
+        with _begun_lock:
+            for part in self._late(text, self._begun(text, flags)):
+                made = self._submit(part, flags)
+                directives, kernels = pieces.parts(part)
+                _begun.update({(self.path, *flags, directives, kernel): made for kernel in kernels})
+
+    def _begun(self, text: str, flags: Sequence[str]) -> dict[str, Future[bytes]]:
+        """The kernels of a text that are compiled already or being compiled, each with the PTX of its piece."""
+        directives, kernels = pieces.parts(text)
+        keys = {kernel: (self.path, *flags, directives, kernel) for kernel in kernels}
+        with _begun_lock:
+            return {kernel: _begun[key] for kernel, key in keys.items() if key in _begun}
+
+    @staticmethod
+    def _late(text: str, begun: Collection[str]) -> list[str]:
+        """Pieces of what is left of a text without the kernels that were begun; none where nothing is."""
+        if all(kernel in begun for kernel in pieces.parts(text)[1]):
+            return []
+        return pieces.split(pieces.without(text, begun), usable_cores())
+
+    def _submit(self, part: str, flags: Sequence[str]) -> Future[bytes]:
+        return _threads().submit(self._run, translation_unit(part, "cuda").encode(), ".cu", flags)
 
     def cubin(self, text: str, number: str) -> bytes:
         flags = [f"-arch=sm_{number}", "-cubin"]
@@ -99,11 +141,12 @@ class Nvcc:
         return _cached(CUBIN, key, lambda: self._run(self.ptx(text, number), ".ptx", flags))
 
     def _front_end(self, text: str, flags: Sequence[str]) -> bytes:
-        """PTX of a text, large ones in pieces."""
-        parts = pieces.split(text, usable_cores())
-        sources = [translation_unit(part, "cuda").encode() for part in parts]
-        with ThreadPoolExecutor(len(sources)) as pool:
-            made = list(pool.map(lambda source: self._run(source, ".cu", flags), sources))
+        """PTX of a text, large ones in pieces; pieces that were begun are taken as they are."""
+        begun = self._begun(text, flags)
+        early = list(dict.fromkeys(begun.values()))
+        late = [self._submit(part, flags) for part in self._late(text, begun)]
+        _forget(early)
+        made = [f.result() for f in (*early, *late)]
         if len(made) == 1:
             return made[0]
         try:
@@ -124,6 +167,23 @@ class Nvcc:
                 return made.read_bytes()
         except OSError as error:
             raise CompileError(f"Compiling a kernel failed: {error.strerror} ({error.filename}).") from None
+
+
+_begun: dict[tuple[str, ...], Future[bytes]] = {}  # by compiler, flags and kernel: the PTX of the piece that has it
+_begun_lock = threading.RLock()
+
+
+def _forget(made: Collection[Future[bytes]]) -> None:
+    """Takes pieces out of what was begun, all kernels of a piece at once: none may come into a module twice."""
+    with _begun_lock:
+        for key in [k for k, f in _begun.items() if f in made]:
+            del _begun[key]
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads that wait for compilers."""
+    return ThreadPoolExecutor(usable_cores(), thread_name_prefix="tf_stitch_nvcc")
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..codegen.unit import SEPARATOR
 from ..errors import CompileError
@@ -30,8 +30,7 @@ def split(text: str, most: int) -> list[str]:
     Kernels that name one another (one calls another's body, for example) stay together, in their order.  Directives
     of the preprocessor that the text begins with are in every piece.
     """
-    directives = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    kernels = text[len(directives):].split(SEPARATOR)
+    directives, kernels = parts(text)
     groups = _together(kernels)
     count = max(1, min(most, len(groups), sum(map(len, kernels)) // PIECE))
     bins: list[list[int]] = [[] for _ in range(count)]
@@ -41,6 +40,18 @@ def split(text: str, most: int) -> list[str]:
         bins[least].extend(group)
         sizes[least] += sum(len(kernels[i]) for i in group)
     return [directives + SEPARATOR.join(kernels[i] for i in sorted(b)) for b in bins]
+
+
+def parts(text: str) -> tuple[str, list[str]]:
+    """Directives of the preprocessor that a text begins with, and its kernels."""
+    directives = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    return directives, text[len(directives):].split(SEPARATOR)
+
+
+def without(text: str, kernels: Collection[str]) -> str:
+    """A text without some of its kernels."""
+    directives, found = parts(text)
+    return directives + SEPARATOR.join(k for k in found if k not in kernels)
 
 
 def _together(kernels: Sequence[str]) -> list[list[int]]:

@@ -37,6 +37,7 @@ class Partition:
     def __init__(self, graph: Graph, required: Iterable[Node], floating: Iterable[Node]):
         self.order = graph.nodes()
         self.rank_of = {n: i for i, n in enumerate(self.order)}
+        self._readers = graph.users()
         self.required = frozenset(required)
         self.floating = set(floating)
         self.owner: dict[Node, Unit] = {}
@@ -173,11 +174,19 @@ class Partition:
             if n in self.owner:
                 out.add(self.owner[n])
             out |= {self.owner[s] for s in self.sources(n) if s in self.owner}
-        readers = set(nodes)
-        for m in self.order:
-            if m in self.floating and any(i in readers for i in m.inputs):
-                readers.add(m)
-        return out | {u for m, u in self.owner.items() if any(i in readers for i in m.inputs)}
+        return out | {self.owner[r] for r in self._readers_of(nodes) if r in self.owner}
+
+    def _readers_of(self, nodes: Iterable[Node]) -> set[Node]:
+        """Nodes that read any of ``nodes``, floating ones looked through and counted too."""
+        found: set[Node] = set()
+        stack = list(nodes)
+        while stack:
+            for r in self._readers[stack.pop()]:
+                if r not in found:
+                    found.add(r)
+                    if r in self.floating:
+                        stack.append(r)
+        return found
 
     def written(self, nodes: frozenset[Node]) -> list[Node]:
         """Members of a would-be unit that something outside of it reads, in order."""

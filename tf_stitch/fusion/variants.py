@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,51 +27,47 @@ WORTH = 1.05  # a plan of its own must be so much faster at some size of its ran
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A plan for every size up to ``most`` (None: for all), and the graph that it is of."""
+class Range:
+    """Sizes from ``least`` to ``most`` of an unknown, or all sizes where ``most`` is None."""
 
-    graph: Graph
-    planned: list[Planned]
+    size: D.Symbol
+    least: int = 0
     most: int | None = None
 
-
-@dataclass(frozen=True)
-class Variants:
-    """Plans of a graph, that for the smallest sizes first; the last one is for all sizes.
-
-    The first whose ``most`` is not below the size is the one to run.  ``size`` is the unknown; None for a single plan.
-    """
-
-    size: D.Symbol | None
-    plans: list[Variant]
+    def bounded(self, graph: Graph) -> Graph:
+        """The graph for sizes up to ``most``; 1 is a size of its own, so that a single row is no unknown one."""
+        if self.most is None:
+            return graph
+        size = 1 if self.most == 1 else D.symbol(self.size.name, self.size.lo, self.most)
+        return graph.substitute({self.size.name: size})
 
 
-def plan_variants(graph: Graph, target: Any) -> Variants:
-    """Plans of a graph.  Raises Unschedulable when a single node has no schedule."""
-    general = _draft(graph, target)
+def ranges(graph: Graph, target: Any) -> list[Range]:
+    """The ranges for which a plan of their own may pay, in order, the last one that of all sizes; none for one plan."""
     size = None if target.grids else _deciding(graph, target)
     if size is None:
-        return Variants(None, [Variant(general.planner.graph, general.finish())])
-    kept: list[tuple[Draft, int | None]] = [(general, None)]
-    for least, most in reversed(_ranges(graph, size)):
-        made = _draft(_bounded(graph, size, most), target)
-        if _memory(made.planner.graph) == _memory(general.planner.graph) and any(
-                _ns(kept[0][0], size, n) > WORTH * _ns(made, size, n) for n in {least, most}):
-            kept.insert(0, (made, most))
-    plans = [Variant(made.planner.graph, made.finish(), most) for made, most in kept]
-    return Variants(size if len(plans) > 1 else None, plans)
-
-
-def _ranges(graph: Graph, size: D.Symbol) -> list[tuple[int, int]]:
-    """(least, most) size of the ranges for which a plan of their own is tried, in order."""
+        return []
     folded = any(size.name in {s.name for a in n.attrs["contract"][0] for s in D.symbols(n.inputs[0].shape[a])}
                  for n in graph.nodes() if n.op == "dot")
     bounds = [b for b in (*BOUNDS, *([FOLDED] if folded else [])) if not isinstance(size.hi, int) or b < size.hi]
-    return [(before + 1, b) for before, b in zip([0, *bounds], bounds, strict=False)]
+    return [*(Range(size, before + 1, b) for before, b in zip([0, *bounds], bounds, strict=False)), Range(size)]
 
 
-def _draft(graph: Graph, target: Any) -> Draft:
+def draft_graph(graph: Graph, target: Any) -> Draft:
+    """A draft of a graph's plan.  Raises Unschedulable when a single node has no schedule."""
     return draft(split_reductions(prepare_calls(split_columns(graph, target), target), target), target)
+
+
+def estimates(plan: Draft, here: Range, found: Sequence[Range]) -> dict[int, float]:
+    """Nanoseconds that a plan takes at the ends of all ranges that its own one holds, by size."""
+    ends = {n for r in found if r.most is not None for n in (r.least, r.most)}
+    return {n: _ns(plan, here.size, n) for n in sorted(ends) if here.most is None or n <= here.most}
+
+
+def pays(own: Mapping[int, float], wider: Mapping[int, float], here: Range) -> bool:
+    """True where a range's own plan is faster than the one for more sizes, at an end of the range."""
+    assert here.most is not None
+    return any(wider[n] > WORTH * own[n] for n in (here.least, here.most))
 
 
 def _deciding(graph: Graph, target: Any) -> D.Symbol | None:
@@ -97,7 +93,7 @@ def _narrower(a: D.Symbol, b: D.Symbol) -> D.Symbol:
     return D.Symbol(a.name, max(lows, default=None), min(highs, default=None))
 
 
-def _memory(graph: Graph) -> list[int]:
+def shared_memory(graph: Graph) -> list[int]:
     """For each output, the param (its complement) or the first output whose memory it shares."""
     first: dict[Node, int] = {p: ~i for i, p in enumerate(graph.params)}
     return [first.setdefault(view_source(o), i) for i, o in enumerate(graph.outputs)]
@@ -105,11 +101,6 @@ def _memory(graph: Graph) -> list[int]:
 
 def _unknowns(n: Node) -> frozenset[D.Symbol]:
     return frozenset().union(*(D.symbols(d) for x in (n, *n.inputs) for d in x.shape))
-
-
-def _bounded(graph: Graph, size: D.Symbol, most: int) -> Graph:
-    """The graph for sizes up to ``most``; 1 is a size of its own, so that a single row is no unknown one."""
-    return graph.substitute({size.name: most if most == 1 else D.symbol(size.name, size.lo, most)})
 
 
 def _ns(plan: Draft, size: D.Symbol, n: int) -> float:
@@ -127,20 +118,22 @@ def _step_ns(p: Planned, model: cost.CostModel) -> float:
     return model.estimate(p.group, p.scheduled).ns
 
 
-def active_dims(variants: Variants) -> Sequence[D.Dim]:
-    """For each plan, a dim that is 1 where it is the one to run and 0 elsewhere."""
-    if variants.size is None:
-        return [1]
-    n = D.symbol(variants.size.name, variants.size.lo, variants.size.hi)
+def active_dims(kept: Sequence[Range]) -> list[D.Dim]:
+    """For each range, a dim that is 1 where its plan is the one to run and 0 elsewhere.
+
+    That is the first whose ``most`` is not below the size; the last range is that of all sizes.
+    """
+    size = kept[-1].size
+    n = D.symbol(size.name, size.lo, size.hi)
     out: list[D.Dim] = []
     before: D.Dim = 0
-    for v in variants.plans:
-        if v.most is None:
+    for r in kept:
+        if r.most is None:
             within: D.Dim = 1
-        elif v.most == 1:
+        elif r.most == 1:
             within = _up_to(n, 1) - _up_to(n, 0)
         else:
-            within = _up_to(n, v.most)
+            within = _up_to(n, r.most)
         out.append(within - before)
         before = before + out[-1]
     return out

@@ -259,7 +259,7 @@ class _Place:
     def _job(self, c: Cluster) -> _Job:
         assert self.view is not None
         graph = import_cluster(self.view, c.nodes, list(c.inputs), list(c.outputs), c.root)
-        program = compiler.build_program(graph, of_options(self.options))
+        program = compiler.build_program(graph, of_options(self.options), compiler.beginner(self.options))
         if self.options.on_gpu:
             c, program = _split_host_values(c, program)
         _check_references(self.view, c, program)

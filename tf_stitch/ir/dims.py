@@ -377,6 +377,7 @@ def ceildiv(a: Dim, b: Dim) -> Dim:
     return floordiv(a + b - 1, b)
 
 
+@_memo
 def _extremum(kind: str, pick: Callable[..., int], dims: tuple[Dim, ...]) -> Dim:
     flat: list[Dim] = []
     for d in dims:

@@ -24,9 +24,10 @@ class Node:
       shape: result dims (each an int or a symbolic Expr).
       dtype: result element type name.
       origin: name of the TensorFlow node it came from, for messages.
+      derived: what passes found out about the node alone and ask again; they choose the keys.
     """
 
-    __slots__ = ("attrs", "dtype", "id", "inputs", "op", "origin", "shape")
+    __slots__ = ("attrs", "derived", "dtype", "id", "inputs", "op", "origin", "shape")
     _ids = itertools.count()  # shared by all threads: drawing from it is atomic
 
     def __init__(self, op: str, inputs: Sequence[Node], attrs: Mapping[str, Any], shape: Sequence[Dim],
@@ -37,6 +38,7 @@ class Node:
         self.shape: Shape = tuple(shape)
         self.dtype = dtype
         self.origin = origin
+        self.derived: dict[Any, Any] = {}
         self.id = next(Node._ids)  # creation order: a stable tie-break for every pass
 
     @property
@@ -149,6 +151,14 @@ class Graph:
                 raise ValueError(f"{p.origin}: shape {tuple(x.shape)} given where {want} is expected")
         return env
 
+    def __reduce__(self) -> tuple[Callable[..., Graph], tuple[Any, ...]]:
+        """Node by node in the order they were made, which is kept: pickle itself would follow operands, too deep."""
+        nodes = sorted(self.nodes(), key=operator.attrgetter("id"))
+        place = {n: i for i, n in enumerate(nodes)}
+        rows = [(n.op, [place[x] for x in n.inputs], n.attrs, n.shape, n.dtype, n.origin) for n in nodes]
+        return _graph_of, (rows, [place[p] for p in self.params], [place[o] for o in self.outputs], self.guards,
+                           self.symbols, self.name)
+
     def rebuild(self, fn: Callable[[Node, tuple[Node, ...]], Node]) -> Graph:
         """A new graph, each node replaced by ``fn(node, new_inputs)``."""
         new: dict[Node, Node] = {}
@@ -171,6 +181,14 @@ class Graph:
         return self.rebuild(lambda n, inputs: Node(
             n.op, inputs, {k: attr(v) for k, v in n.attrs.items()}, [D.substitute(d, mapping) for d in n.shape],
             n.dtype, n.origin))
+
+
+def _graph_of(rows: Sequence[tuple[Any, ...]], params: Sequence[int], outputs: Sequence[int], *more: Any) -> Graph:
+    """A graph that was pickled."""
+    nodes: list[Node] = []
+    for op, inputs, *others in rows:
+        nodes.append(Node(op, [nodes[i] for i in inputs], *others))
+    return Graph([nodes[p] for p in params], [nodes[o] for o in outputs], *more)
 
 
 def view_source(node: Node) -> Node:

@@ -7,7 +7,7 @@ tie nothing: row-major order stays what it is.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ def collapse(group: Group) -> Collapsed:
     return Collapsed(rebuilt, {v: k for k, v in new.items()})
 
 
-def _ties(n: Node) -> list[rules.Tie]:
+def _ties(n: Node) -> Sequence[rules.Tie]:
     """Ties that must survive: a reshape has none."""
     return [] if n.op == "reshape" else rules.ties(n)
 

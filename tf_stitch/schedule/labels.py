@@ -1,7 +1,7 @@
 """Labels: which loop of a stage indexes each dim of what the stage reads (None: an index computed otherwise)."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..ir.graph import Node
 from . import rules
@@ -10,7 +10,7 @@ from .kernel_schedule import Item
 Labels = tuple[int | None, ...]
 
 
-def body_operands(item: Item) -> list[tuple[Node, Labels]]:
+def body_operands(item: Item) -> Sequence[tuple[Node, Labels]]:
     """What an item evaluates at every index of its domain, with the domain dims that index it."""
     n = item.node
     identity = tuple(range(n.rank))
@@ -32,8 +32,15 @@ def dot_operands(dot: Node) -> list[tuple[Node, Labels]]:
     return out
 
 
-def operand_labels(n: Node, labels: Labels) -> list[tuple[Node, Labels]]:
+def operand_labels(n: Node, labels: Labels) -> Sequence[tuple[Node, Labels]]:
     """The operands of an inlined node with their labels."""
+    found = n.derived.get(labels)
+    if found is None:
+        found = n.derived[labels] = _operand_labels(n, labels)
+    return found
+
+
+def _operand_labels(n: Node, labels: Labels) -> Sequence[tuple[Node, Labels]]:
     out: list[list[int | None]] = [[None] * x.rank for x in n.inputs]
     if n.op == "reshape" and n.rank and n.inputs[0].rank:
         for run, source in rules.factor(n.shape, n.inputs[0].shape):
@@ -49,7 +56,7 @@ def reads(item: Item, stop: Callable[[Node], bool]) -> list[tuple[Node, Labels]]
     """The nodes that an item reads where ``stop`` holds, each with the domain dims that index it."""
     found: dict[tuple[Node, Labels], None] = {}
     seen: set[tuple[Node, Labels]] = set()
-    stack = body_operands(item)
+    stack = list(body_operands(item))
     while stack:
         n, labels = stack.pop()
         if (n, labels) in seen:

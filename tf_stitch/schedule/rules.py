@@ -13,6 +13,7 @@ than needed, never smaller.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from ..errors import Unschedulable
@@ -61,7 +62,8 @@ def _hull(a: Span, b: Span, size: Dim) -> Span:
 Factor = tuple[range, range]  # dims of the first shape, dims of the second shape
 
 
-def factor(a: Shape, b: Shape) -> list[Factor]:
+@functools.lru_cache(maxsize=1 << 12)
+def factor(a: Shape, b: Shape) -> Sequence[Factor]:
     """Cuts two shapes of equal size into the shortest runs of dims whose products are equal."""
     out: list[Factor] = []
     i = j = 0
@@ -406,7 +408,9 @@ _TIES: dict[str, Callable[[Node], list[Tie]]] = {
 }
 
 
-def ties(node: Node) -> list[Tie]:
+def ties(node: Node) -> Sequence[Tie]:
     """Result dims that are the same axis (same size, same index) as an operand's dim."""
-    rule = _TIES.get(node.op)
-    return rule(node) if rule else _pointwise_ties(node)
+    found = node.derived.get("ties")
+    if found is None:
+        found = node.derived["ties"] = _TIES.get(node.op, _pointwise_ties)(node)
+    return found

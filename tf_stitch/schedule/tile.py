@@ -83,14 +83,17 @@ class Axis:
 
 def guess(d: Dim, sizes: Mapping[str, int] | None = None) -> int:
     """A number for a dim: its value, or what it is when every unknown is what ``sizes`` says, else GUESS."""
-    if isinstance(d, int):
-        return d
+    return d if isinstance(d, int) else D.evaluate(d, _guesses(d, sizes))
+
+
+def _guesses(d: Expr, sizes: Mapping[str, int] | None) -> dict[str, int]:
+    """A number for every symbol of an expression, within its bounds."""
     env = {}
     for s in D.symbols(d):
         size = (sizes or {}).get(s.name, GUESS)
         hi = s.hi if isinstance(s.hi, int) else size
         env[s.name] = max(min(size, hi), s.lo or 0)
-    return D.evaluate(d, env)
+    return env
 
 
 def power_of_two(n: int) -> int:
@@ -111,7 +114,8 @@ def mean(d: Dim, envs: Sequence[Mapping[str, int]], sizes: Mapping[str, int] | N
         return d
     if not any(s.name.startswith("ts_b") for s in D.symbols(d)):
         envs = envs[:1]
-    return sum(guess(D.substitute(d, env), sizes) for env in envs) // len(envs)
+    usual = _guesses(d, sizes)
+    return sum(D.evaluate(d, {**usual, **env}) for env in envs) // len(envs)
 
 
 def axes_of(shape: Shape, tile: Tile) -> list[Axis | None]:
