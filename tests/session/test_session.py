@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 import time
+import weakref
 from concurrent.futures import CancelledError, wait
 
 import numpy as np
@@ -615,6 +616,19 @@ def test_dropped_session_gives_back_its_threads():
 
 
 # --- devices ----------------------------------------------------------------------------------------
+
+def test_collections_are_short_while_a_session_serves():
+    with tf_stitch.StitchSession(coalesce=False, threads=2, options=NATIVE) as session:
+        session.add("a", scaled(2.0))
+        graphs = [weakref.ref(session._tenants["a"].model.graph)]
+        assert gc.get_freeze_count() > 50_000 and len(gc.get_objects()) < 20_000  # what a full collection looks at
+        for factor in range(6):  # old versions are garbage in the end
+            session.swap("a", scaled(float(factor)))
+            graphs.append(weakref.ref(session._tenants["a"].model.graph))
+        assert graphs[-1]() is not None and sum(g() is not None for g in graphs) <= 3
+        check(session.run("a", rows(0)), 5.0, rows(0))
+    assert gc.get_freeze_count() == 0
+
 
 def test_device(session):
     session.add("a", scaled(2.0), device="CPU:0")

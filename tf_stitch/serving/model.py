@@ -18,6 +18,7 @@ from tensorflow.python.saved_model import loader_impl
 
 from ..errors import OptionError, SavedModelError
 from ..saved_model import INIT_SIGNATURE, _first_line, read, stitched_nodes
+from . import garbage
 from .graphs import place, shorten
 
 TAGS = {"serve"}
@@ -189,6 +190,7 @@ class ServedModel:
     def close(self) -> None:
         """Gives back the session and what it holds.  Requests that still run end with an error."""
         self.session.close()
+        garbage.closed()
 
     def _load(self, folder: Path, device: str) -> dict[str, Any]:
         loader = loader_impl.SavedModelLoader(os.fspath(folder))

@@ -24,7 +24,7 @@ import tensorflow as tf
 from .. import runtime, saved_model
 from ..errors import OptionError, SavedModelError
 from ..options import Options
-from . import scheduler
+from . import garbage, scheduler
 from .dispatcher import Dispatcher, Tenant
 from .model import ServedModel, devices, is_stitched
 from .recording import Recorder
@@ -107,6 +107,7 @@ class StitchSession:
             undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
             self._dispatcher = Dispatcher(threads, threads // 4 if reserve is None else reserve, beside)
             undo.pop_all()
+        garbage.begin()
         self._end = weakref.finalize(self, _end, self._dispatcher, self._tenants, self._folder, self.coalesce)
         _sessions.add(self)
         try:
@@ -171,6 +172,7 @@ class StitchSession:
                 undo.pop_all()
         finally:
             self._adding.discard(name)
+        garbage.settle(len(self._tenants))
 
     def swap(self, name: str, model: str | os.PathLike[str] | Callable[..., Any], *, signature: str | None = None,
              stitch: bool = True, verify: bool = True, input_signature: Sequence[tf.TensorSpec] | None = None,
@@ -187,6 +189,7 @@ class StitchSession:
             if not self._dispatcher.swap(tenant, loaded):
                 loaded.close()
                 raise OptionError(f"Tenant '{name}' was removed meanwhile.")
+        garbage.settle(len(self._tenants))
 
     def remove(self, name: str, timeout_s: float | None = None) -> bool:
         """Takes no further requests of a tenant, waits for those that it has, and forgets it.
@@ -199,6 +202,7 @@ class StitchSession:
         done = self._dispatcher.remove(tenant, timeout_s)
         if self.coalesce:
             scheduler.remove_tenant(tenant.key)
+        garbage.settle(len(self._tenants))
         return done
 
     @property
@@ -432,6 +436,7 @@ def _end(dispatcher: Dispatcher, tenants: dict[str, Tenant], folder: Path, coale
     tenants.clear()
     if coalesce:
         scheduler.release()
+    garbage.end()
     shutil.rmtree(folder, ignore_errors=True)
 
 
