@@ -222,3 +222,29 @@ def test_pools():
         cases.append(case(lambda a, op=op: getattr(raw, op)(input=a, ksize=[1, 2, 2, 2, 1], strides=[1, 2, 1, 2, 1],
                                                             padding="SAME"), normal(1, 4, 5, 3, 2)))
     assert run_cases(cases).compared == 10
+
+
+def test_images_of_unknown_size():
+    """SAME with a stride: how much is padded depends on the size."""
+    ops = {
+        "Conv2D": lambda x, w, **k: raw.Conv2D(input=x, filter=w, **k),
+        "DepthwiseConv2dNative": lambda x, w, **k: raw.DepthwiseConv2dNative(input=x, filter=w, **k),
+        "MaxPool": lambda x, w, **k: raw.MaxPool(input=x, ksize=[1, *w.shape[:2], 1], **k),
+        "AvgPool": lambda x, w, **k: raw.AvgPool(value=x, ksize=[1, *w.shape[:2], 1], **k),
+    }
+    cases = []
+    for (name, op), stride, window, dtype in itertools.product(
+            ops.items(), [(2, 2), (3, 2), (1, 3)], [(3, 3), (1, 2), (2, 5)], ["float32", "float16"]):
+        if name == "DepthwiseConv2dNative" and stride[0] != stride[1]:
+            continue  # TensorFlow has none
+        w = normal(*window, 4, 3, dtype=dtype)
+        c = case(lambda x, w, op=op, s=stride: op(x, w, strides=[1, *s, 1], padding="SAME"),
+                 normal(2, 7, 6, 4, dtype=dtype), w, tolerance=3)
+        c.shapes[0] = [None, None, None, 4]
+        c.inputs += [[normal(1, h, v, 4, dtype=dtype), w] for h, v in ((1, 1), (8, 9), (2, 3))]
+        cases.append(c)
+    x = normal(2, 5, 4, 3, 2)
+    for op in (raw.MaxPool3D, raw.AvgPool3D):
+        how = dict(ksize=[1, 2, 3, 2, 1], strides=[1, 2, 2, 1, 1], padding="SAME")
+        cases.append(case(lambda t, op=op, how=how: op(input=t, **how), x, unknown=[0, 1, 2, 3]))
+    assert run_cases(cases).compared == 4 * (len(cases) - 2) + 2

@@ -99,6 +99,29 @@ def test_a_stitched_model_can_be_trained_further(source, done):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
+def test_gradients_that_a_model_brings_along_stay(tmp_path):
+    """Every swish of a SavedModel has a function with its gradient, which serving never runs."""
+    class Model(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([None, 4], name="x")])
+        def __call__(self, x):
+            return tf.nn.silu(tf.nn.silu(tf.exp(x)) * 2.0) + 1.0
+
+    module = Model()
+    tf.saved_model.save(module, str(tmp_path / "plain"))
+    report = tf_stitch.rewrite_saved_model(tmp_path / "plain", tmp_path / "stitched", options=NATIVE, verify=False)
+    left = [g for g in report.graphs if g.untouched and "gradient" in g.untouched]
+    assert len(left) >= 2 and all(g.name.startswith("__inference_internal_grad_fn") and not g.left for g in left)
+    assert report.clusters and report.coverage == 1.0
+    x = tf.constant(normal(3, 4))
+    gradients = []
+    for model in (module, tf.saved_model.load(str(tmp_path / "stitched"))):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = model(x)
+        gradients.append(tape.gradient(y, x))
+    np.testing.assert_allclose(gradients[1], gradients[0], rtol=1e-5)
+
+
 def test_rewriting_the_rewritten_model_changes_nothing(done, tmp_path):
     tf_stitch.rewrite_saved_model(done[0], tmp_path / "again", options=NATIVE, verify=False)
     assert (tmp_path / "again" / "saved_model.pb").read_bytes() == (done[0] / "saved_model.pb").read_bytes()

@@ -135,6 +135,7 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
 _IS_FALLBACK = "it is the fallback of a stitched op"
 _IS_STITCHED = "it is stitched already"
 _IS_CHECKPOINT = "it saves or restores variables"
+_IS_GRADIENT = "it is an op's gradient, for those who differentiate the loaded model"
 _OUTSIDE = "it is outside of the functions to be stitched"
 
 
@@ -146,6 +147,10 @@ def _untouchable(graph: graph_pb2.GraphDef) -> dict[str, str]:
     out.update((n.attr["fallback"].func.name, _IS_FALLBACK) for n in nodes if n.op == OP)
     out.update((name, _IS_CHECKPOINT) for name, f in library.items()
                if any(n.op in ("SaveV2", "RestoreV2") for n in f.node_def))
+    called = {name for node in nodes for name in _called(node)}
+    # A model with swish has one for each activation: they would take longer to compile than the model.
+    out.update((g.gradient_func, _IS_GRADIENT) for g in graph.library.registered_gradients
+               if g.gradient_func not in called)
     out.update((name, "its types are not fixed") for name, f in library.items() if f.signature.attr)
     stack = [n for n, f in library.items() if _is_xla(f.attr)]
     stack.extend(called for node in nodes if _is_xla(node.attr) for called in _called(node))
@@ -340,7 +345,8 @@ class _Place:
     def _report_whole(self, why: str) -> GraphReport:
         """A graph left as it is: its compute ops count as left, unless they are no part of the model's arithmetic."""
         nodes = _nodes_of(self.source)
-        counted = () if why in (_IS_STITCHED, _IS_CHECKPOINT) else [n for n in nodes if clusters.computes(n.op)]
+        aside = why in (_IS_STITCHED, _IS_CHECKPOINT, _IS_GRADIENT)
+        counted = [] if aside else [n for n in nodes if clusters.computes(n.op)]
         left = [LeftNode(n.name, n.op, why, lower.is_contraction(n.op)) for n in counted]
         free = sum(not x.contraction for x in left)
         return GraphReport(self.name, why, len(nodes), len(nodes), free, [], left, [])

@@ -1,5 +1,16 @@
 """Lowerings of TensorFlow ops to IR, one function per op, grouped by kind."""
-from . import array, einsum, fused, gradients, math, nn, reduction, shape  # noqa: F401  (they fill the tables)
+from . import (  # noqa: F401  (they fill the tables)
+    array,
+    einsum,
+    fused,
+    gradients,
+    image,
+    math,
+    nn,
+    reduction,
+    shape,
+    transposed,
+)
 from .registry import (
     INEXACT,
     REGISTRY,

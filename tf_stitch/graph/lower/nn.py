@@ -1,7 +1,13 @@
 """Neural-network ops: activations, bias, softmax and losses, batch normalisation, products, convolutions, pools."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
 from ...ir import dims as D
+from ...ir.dims import Dim
 from ...ir.graph import Node
 from ..view import GraphView, NodeView
 from .context import Context
@@ -198,26 +204,27 @@ def batch_matmul(c: Context, x: Node, y: Node) -> Node:
 
 # --- convolutions and pools: channels last, static filters ------------------------------------------
 
-def _spatial(c: Context, name: str, rank: int) -> list[int]:
+def spatial(c: Context, name: str, rank: int) -> list[int]:
     """The spatial part of a per-dim attr (strides, ksize, dilations)."""
     values = list(c.attr(name) or [1] * rank)
     return values[2:] if str(c.attr("data_format", "NHWC")).startswith("NC") else values[1:-1]
 
 
-def _last(c: Context, x: Node) -> Node:
-    """Channels-first tensors are turned; others stay."""
+def channels_last(c: Context, x: Node) -> Node:
+    """Tensors with channels first are turned; others stay."""
     if not str(c.attr("data_format", "NHWC")).startswith("NC"):
         return x
     return c.b.transpose(x, [0, *range(2, x.rank), 1])
 
 
-def _back(c: Context, y: Node) -> Node:
+def channels_first(c: Context, y: Node) -> Node:
+    """Undoes :func:`channels_last`."""
     if not str(c.attr("data_format", "NHWC")).startswith("NC"):
         return y
     return c.b.transpose(y, [0, y.rank - 1, *range(1, y.rank - 1)])
 
 
-def _padding(c: Context, x: Node, size: list[int], strides: list[int]) -> list[tuple[int, int]]:
+def _padding(c: Context, x: Node, size: list[int], strides: list[int]) -> list[tuple[Dim, Dim]]:
     """(low, high) per spatial dim for SAME, VALID or EXPLICIT; ``size`` is the dilated window."""
     mode = c.attr("padding")
     if mode == "VALID":
@@ -227,20 +234,27 @@ def _padding(c: Context, x: Node, size: list[int], strides: list[int]) -> list[t
         return pairs[2:] if str(c.attr("data_format", "NHWC")).startswith("NC") else pairs[1:-1]
     out = []
     for d, k, s in zip(x.shape[1:-1], size, strides, strict=True):
-        if s == 1:
-            total = k - 1
-        elif D.is_static(d):
-            total = max((-(-int(d) // s) - 1) * s + k - int(d), 0)
-        else:
-            c.fail("SAME padding with a stride needs a static image size")
-        out.append((total // 2, total - total // 2))
+        # One place every s elements: the last one ends so far behind the image's end.
+        total = k - 1 if s == 1 else D.dmax(D.floordiv(d + s - 1, s) * s - s + k - d, 0)
+        low = D.floordiv(total, 2)
+        out.append((low, total - low))
     return out
 
 
+def _padded(c: Context, x: Node, padding: Sequence[tuple[Dim, Dim]],
+            value: Any = 0) -> tuple[Node, list[tuple[int, int]]]:
+    """The image and the static padding that is left to do: what depends on an unknown size is done here."""
+    if all(D.all_static(pair) for pair in padding):
+        return x, [(D.static(a), D.static(b)) for a, b in padding]
+    low, high = zip(*padding, strict=True)
+    return c.b.pad(x, [0, *low, 0], [0, *high, 0], c.b.const(value, x.dtype)), [(0, 0)] * len(padding)
+
+
 def _convolve(c: Context, x: Node, w: Node, groups: int) -> Node:
-    strides, dilations = _spatial(c, "strides", x.rank), _spatial(c, "dilations", x.rank)
+    strides, dilations = spatial(c, "strides", x.rank), spatial(c, "dilations", x.rank)
     size = [(D.static(k) - 1) * d + 1 for k, d in zip(w.shape[:-2], dilations, strict=True)]
-    return _back(c, c.b.conv(x, w, strides, _padding(c, x, size, strides), dilations, groups))
+    x, padding = _padded(c, x, _padding(c, x, size, strides))
+    return channels_first(c, c.b.conv(x, w, strides, padding, dilations, groups))
 
 
 def static_filter(view: GraphView, node: NodeView) -> str | None:
@@ -254,7 +268,7 @@ def static_filter(view: GraphView, node: NodeView) -> str | None:
 
 @lower("Conv2D", "Conv3D", kinds=FLOAT, check=static_filter)
 def conv(c: Context, x: Node, w: Node) -> Node:
-    x = _last(c, x)
+    x = channels_last(c, x)
     channels = x.shape[-1]
     if not D.is_static(channels):
         channels = c.b.same_dim(channels, w.shape[-2], f"{c.node.name}: channels of image and filter")
@@ -265,7 +279,7 @@ def conv(c: Context, x: Node, w: Node) -> Node:
 @lower("DepthwiseConv2dNative", kinds=FLOAT, check=static_filter)
 def depthwise_conv(c: Context, x: Node, w: Node) -> Node:
     *k, channels, multiplier = map(D.static, w.shape)
-    return _convolve(c, _last(c, x), c.b.reshape(w, (*k, 1, channels * multiplier)), channels)
+    return _convolve(c, channels_last(c, x), c.b.reshape(w, (*k, 1, channels * multiplier)), channels)
 
 
 def _plain_pool(view: GraphView, node: NodeView) -> str | None:
@@ -279,14 +293,23 @@ def _plain_pool(view: GraphView, node: NodeView) -> str | None:
     return None
 
 
-def _pool(kind: str):
-    def fn(c: Context, x: Node) -> Node:
-        x = _last(c, x)
-        size, strides = _spatial(c, "ksize", x.rank), _spatial(c, "strides", x.rank)
-        return _back(c, c.b.window(kind, x, size, strides, _padding(c, x, size, strides)))
+@lower("MaxPool", "MaxPool3D", kinds=FLOAT, check=_plain_pool)
+def max_pool(c: Context, x: Node) -> Node:
+    x = channels_last(c, x)
+    size, strides = spatial(c, "ksize", x.rank), spatial(c, "strides", x.rank)
+    x, padding = _padded(c, x, _padding(c, x, size, strides), -np.inf)
+    return channels_first(c, c.b.window("max", x, size, strides, padding))
 
-    return fn
 
-
-lower("MaxPool", "MaxPool3D", kinds=FLOAT, check=_plain_pool)(_pool("max"))
-lower("AvgPool", "AvgPool3D", kinds=FLOAT, check=_plain_pool)(_pool("mean"))
+@lower("AvgPool", "AvgPool3D", kinds=FLOAT, check=_plain_pool)
+def average_pool(c: Context, x: Node) -> Node:
+    """Means over what lies in the image."""
+    x = channels_last(c, x)
+    size, strides = spatial(c, "ksize", x.rank), spatial(c, "strides", x.rank)
+    wanted = _padding(c, x, size, strides)
+    image, padding = _padded(c, x, wanted)
+    if image is x:
+        return channels_first(c, c.b.window("mean", x, size, strides, padding))
+    inside, _ = _padded(c, c.full(1, (1, *x.shape[1:-1], 1), "float32"), wanted)
+    total, count = (c.b.window("sum", c.wide(v), size, strides, padding) for v in (image, inside))
+    return channels_first(c, c.like(c.b.ew("div", total, c.like(count, total.dtype)), x.dtype))
