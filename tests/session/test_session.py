@@ -22,6 +22,7 @@ from tf_stitch.saved_model import read
 from tf_stitch.serving import scheduler
 from tf_stitch.serving.dispatcher import Dispatcher
 from tf_stitch.serving.graphs import place, shorten
+from tf_stitch.serving.model import ALIGNMENT, LARGE, _aligned
 from tf_stitch.serving.sources import save_function, stitched_copy
 
 from .marks import BOTH
@@ -505,6 +506,21 @@ def test_timeouts_that_are_never_or_past(session):
     for past in (0, -1):
         with pytest.raises(tf.errors.DeadlineExceededError):
             session.run("a", rows(1), timeout_ms=past)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, bool])
+def test_large_arrays_begin_where_tensorflow_takes_them(dtype):
+    memory = np.zeros(2 * LARGE + 256, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    for off in (0, 8, 16):
+        values = memory[begin + off:begin + off + 2 * LARGE].view(dtype).reshape(2, -1)
+        values[1, :5] = [1, 0, 1, 1, 0]
+        for array in (values, values[:, ::2], values.T):
+            got = _aligned(array)
+            assert got.ctypes.data % ALIGNMENT == 0 and got.dtype == dtype and np.array_equal(got, array)
+        assert (_aligned(values) is values) == (off == 0)
+    text = np.array(["a"] * LARGE, object)
+    assert _aligned(text) is text
 
 
 def test_lists_of_other_lengths(session):

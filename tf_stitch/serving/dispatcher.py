@@ -159,9 +159,10 @@ class Dispatcher:
     def _answer(self, request: Request) -> None:
         value, error = self._run(request)
         latency_s = now() - request.submitted
+        cancelled = not request.future.set_running_or_notify_cancel()
         with self._lock:
-            request.tenant.tally.settle(latency_s, error, request.future.cancelled())
-        if not request.future.set_running_or_notify_cancel():
+            request.tenant.tally.settle(latency_s, error, cancelled)
+        if cancelled:
             return  # whoever cancelled it gets no answer
         if error is not None:
             request.future.set_exception(error)

@@ -23,6 +23,8 @@ from .graphs import place, shorten
 
 TAGS = {"serve"}
 INTEGERS, NUMBERS = "iu", "biuf"  # kinds of NumPy's types
+ALIGNMENT = 64    # bytes: TensorFlow takes arrays that begin at a multiple of it as they are
+LARGE = 1 << 14   # bytes of an array whose copy is worth a thought
 ON_CALLER = -1  # RunOptions.inter_op_thread_pool: the graph runs on the thread that asks
 _versions = itertools.count(1)  # a session's (name, version) must be its own in the process
 _environment_lock = threading.Lock()
@@ -107,6 +109,7 @@ class Endpoint:
 
     def __call__(self, arrays: Sequence[np.ndarray], timeout_ms: int = 0) -> dict[str, np.ndarray]:
         """Outputs by name.  Blocks; other Python threads run meanwhile.  Raises what TensorFlow raises."""
+        arrays = [_aligned(a) if a.nbytes >= LARGE else a for a in arrays]
         if timeout_ms:
             values = self._run_until(arrays, timeout_ms)
         else:
@@ -135,6 +138,17 @@ class Endpoint:
 
     def _names(self) -> str:
         return ", ".join(f"'{i.name}'" for i in self.inputs) or "no inputs"
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    """The array, or a copy that begins where TensorFlow wants it to: its own copy would be made under Python's lock."""
+    if array.dtype.kind == "O" or array.ctypes.data % ALIGNMENT == 0:
+        return array
+    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    copy = memory[begin:begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    np.copyto(copy, array)
+    return copy
 
 
 def _input(name: str, info: Any) -> Input:

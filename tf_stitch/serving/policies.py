@@ -32,7 +32,7 @@ POLICIES = ("timeslice", "hyperq", "batching", "stitched", "superkernel")
 OURS = ("stitched", "superkernel")
 OTHERS = ("processes", "mps")  # take longer to start
 THREADS = 128            # of the policies that may have many requests at once
-BEST_EFFORT_THREADS = 8  # of best effort beside others: enough to keep a device full
+BEST_EFFORT_THREADS = 4  # of best effort beside others, while none of those is there: about enough to fill a device
 LOADERS = 8              # models that are loaded at a time
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)  # that BatchFunction pads to, in requests' rows
 BATCH_WAIT_US, BATCH_THREADS = 1000, 4  # of each model
@@ -118,7 +118,7 @@ def open_session(policy: str, models: Sequence[Model], devices: Devices, work: P
     count = {"timeslice": 1, "hyperq": len(models)}.get(policy, threads)
     mixed = policy in OURS and any(m.client.best_effort for m in models)
     session = StitchSession(coalesce=policy == "superkernel", threads=count, config=devices.config,
-                            reserve=max(count - BEST_EFFORT_THREADS, 0) if mixed else 0,
+                            reserve=max(count - BEST_EFFORT_THREADS, 0) if mixed else 0, beside=0,
                             scheduler_options=scheduler_options)
 
     def add(index: int) -> None:
