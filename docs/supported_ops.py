@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -67,7 +68,11 @@ def page() -> str:
         f"part of a program, by a call of cuBLASLt or cuDNN or in a kernel: {_names(known)}.\n",
         f"Always TensorFlow's: {_names(CONTRACTIONS - set(known))}.\n",
     ]
-    return "\n".join(parts)
+    return "\n".join(part if "|" in part else _wrapped(part) for part in parts)
+
+
+def _wrapped(part: str) -> str:
+    return "\n".join(textwrap.fill(line, 120, break_on_hyphens=False) for line in part.split("\n"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from tf_stitch.errors import GuardFailed
 from tf_stitch.ir import interp
 from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.options import Options
-from tf_stitch.program.program import LibraryStep, Program
+from tf_stitch.program.program import KernelStep, LibraryStep, Program
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 GRAPHS, BATCH = 240, 40
@@ -33,6 +33,15 @@ def run(program: Program, inputs: list[np.ndarray]) -> list[np.ndarray]:
     result, ran, fell_back = counted(lambda: f(*inputs))
     assert (ran, fell_back) == (1, 0), "TensorFlow's operations ran"
     return [x.numpy() for x in tf.nest.flatten(result)]
+
+
+def test_kernels_are_timed():
+    case = random_case(0, symbolic=False, float_types=("float32",))
+    program, = compiled([case.graph])
+    inputs = random_inputs(case.graph, 0)
+    for step in program.steps:
+        if isinstance(step, KernelStep):
+            assert 0 < cuda.time_kernel(program, inputs, step, rounds=3) < 1e5
 
 
 def never(program: Program):

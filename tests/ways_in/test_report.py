@@ -38,6 +38,14 @@ def test_numbers(report):
     assert Report().coverage == 1.0
 
 
+def test_one_reason_for_all_that_have_it():
+    def graph():
+        x = tf.compat.v1.placeholder(tf.float32, None, name="x")
+        tf.tanh(tf.exp(tf.tanh(x)))
+
+    assert rewrite(build(graph), NATIVE)[1].reasons() == [("the rank of operand 0 is unknown", 3, ["Tanh", "Exp"])]
+
+
 def test_json(report):
     found = json.loads(report.to_json())
     assert found["coverage"] == report.coverage and found["ops_before"] == 16

@@ -177,9 +177,9 @@ def _kind_reason(view: GraphView, node: NodeView, entry: Lowering) -> str | None
 
 
 def _rank_reason(view: GraphView, node: NodeView) -> str | None:
-    for src, port in node.inputs:
-        if view.shape((src, port)) is None:
-            return f"the rank of input '{src}:{port}' is unknown"
+    for i, ref in enumerate(node.inputs):
+        if view.shape(ref) is None:
+            return f"the rank of operand {i} is unknown"
     for port in range(view.num_outputs(node.name)):
         if view.shape((node.name, port)) is None:
             return "the rank of the result is unknown"
@@ -190,8 +190,8 @@ def _static_reason(view: GraphView, node: NodeView, entry: Lowering) -> str | No
     values, statics = operand_kinds(entry, len(node.inputs))
     for i in sorted(statics):
         if view.constant(node.inputs[i]) is None and view.assumed(node.inputs[i]) is None:
-            return f"operand {i} ('{node.inputs[i][0]}') is not a constant"
+            return f"operand {i} is not a constant"
     for i in sorted(values):
         if None in (view.shape(node.inputs[i]) or ()):
-            return f"operand {i} ('{node.inputs[i][0]}') has an unknown length"
+            return f"operand {i} has an unknown length"
     return None
