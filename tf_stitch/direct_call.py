@@ -41,7 +41,7 @@ ALIASES = frozenset({"Identity", "StopGradient", "PreventGradient", "Snapshot"})
 FREE = ALIASES | {"NoOp", "_Arg", "_Retval", "Const"}  # run no step
 ARGUMENT, CONSTANT, VARIABLE = range(3)  # kinds of a program's inputs, as in direct_call.cc
 WRITERS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatterAdd",
-                     "ResourceScatterSub", "ResourceScatterUpdate", "ResourceApplyGradientDescent"})
+                     "ResourceScatterSub", "ResourceScatterUpdate", "ResourceApplyGradientDescent", "StitchedAssign"})
 READERS = frozenset({"ReadVariableOp", "ResourceGather"})
 HOST_TYPES = frozenset({"int32"})  # a function's int32 results lie on the host, a GPU kernel's do not
 
@@ -317,15 +317,18 @@ class _Maker:
                    self.view.num_outputs(n.name))
 
     def _kernel(self, n: NodeView) -> int | None:
-        """A call of the kernel of an op on a captured variable; None for other ops."""
+        """A call of the kernel of an op on captured variables; None for other ops."""
         if n.op not in WRITERS | READERS or not n.device:
             return None
-        handle = self._constant(self._source(n.inputs[0]))
         given = range(len(self.leaves), len(self.leaves) + len(self.fixed))
-        others = [self._value(r) for r in n.inputs[1:]]
-        if handle is None or handle.dtype != tf.resource or any(i in given for i in others):
-            return None
-        return self._call(n, [(CONSTANT, handle), *((ARGUMENT, i) for i in others)])
+        inputs: list[tuple[int, Any]] = []
+        for ref in n.inputs:
+            is_handle = self.view.dtype(ref) == "resource"
+            found = self._constant(self._source(ref)) if is_handle else self._value(ref)
+            if found is None or (not is_handle and found in given):
+                return None
+            inputs.append((CONSTANT if is_handle else ARGUMENT, found))
+        return self._call(n, inputs)
 
     def _program(self, n: NodeView) -> _Program:
         inputs = [self._input(ref, n.device) for ref in n.inputs]

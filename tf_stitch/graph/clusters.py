@@ -43,7 +43,7 @@ PLUMBING = CONTROL_FLOW | {
     "PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case",
     "StatelessCase", "_Send", "_Recv", "_HostSend", "_HostRecv", "StitchedProgram", "RestoreV2", "SaveV2",
     "MergeV2Checkpoints", "ShardedFilename", "StaticRegexFullMatch", "DisableCopyOnRead", "AssignAddVariableOp",
-    "AssignSubVariableOp"}
+    "AssignSubVariableOp", "StitchedAssign"}
 SMALL_ELEMENTS = 64  # of an integer tensor that counts as shape arithmetic
 
 
@@ -162,7 +162,7 @@ def _describe(view: GraphView, n: NodeView, options: Options) -> NodeInfo:
     outputs = view.num_outputs(n.name)
     works = computes(n.op) and n.op not in view.library
     return NodeInfo(
-        n.name, n.op, n.inputs, n.control_inputs, n.device, outputs, _why_not(view, n, options),
+        n.name, n.op, n.inputs, n.control_inputs, n.device, outputs, why_not(view, n, options),
         small_const=lower.is_literal(view, n),
         small_integer=all(_is_small_integer(view, (n.name, p)) for p in range(outputs)),
         symbolic=n.op in lower.SYMBOLIC or n.op == "BroadcastGradientArgs",
@@ -174,7 +174,8 @@ def _is_pure(n: NodeView) -> bool:
     return not (n.is_arg or n.op in PLUMBING - {"Const"} or signature is None or signature.is_stateful)
 
 
-def _why_not(view: GraphView, n: NodeView, options: Options) -> str | None:
+def why_not(view: GraphView, n: NodeView, options: Options) -> str | None:
+    """The reason why a node stays TensorFlow's; None when it may be part of a cluster."""
     if n.is_arg or n.proto is None:
         return "an argument of the function"
     if n.op in options.skip_ops:

@@ -25,7 +25,7 @@ from ..program import serialize
 from ..program.program import AliasStep, Program
 from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
-from . import clusters, lower
+from . import clusters, lower, updates
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
 from .importer import import_cluster
@@ -75,7 +75,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
     options, keep_in = Options.of(options), keep_in or {}
     out = graph_pb2.GraphDef()
     out.CopyFrom(graph_def)
-    places = [_place("", graph_def, None, options, keep_ends=keep_ends, keep=options.keep, run=run)]
+    places = [_place("", graph_def, None, options, keep_ends=keep_ends, keep=options.keep, run=run, whole=only is None)]
     if functions:
         untouchable = _untouchable(graph_def)
         for fdef in graph_def.library.function:
@@ -116,7 +116,7 @@ def _check_whole(nodes: Iterable[node_def_pb2.NodeDef], source: graph_pb2.GraphD
 
 def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
            library: function_pb2.FunctionDefLibrary | None, options: Options, *, keep_ends: bool = False,
-           why: str | None = None, keep: Iterable[str] = (), run: Iterable[str] = ()) -> _Place:
+           why: str | None = None, keep: Iterable[str] = (), run: Iterable[str] = (), whole: bool = False) -> _Place:
     view, keep, run = None, frozenset(keep), frozenset(run)
     options = resolve(options, {n.device for n in _nodes_of(source)} - {""})
     if why is None:
@@ -127,9 +127,18 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
                 view = view if source is view.source else GraphView(source, library)
                 source = merge_reads(source, view, keep, run | set(view.control_rets))
                 view = view if source is view.source else GraphView(source, library)
+                source = _with_updates(source, view, run, options) if whole else source
+                view = view if source is view.source else GraphView(source, library)
         except Exception as e:  # a graph that cannot be understood is left alone
             why = _sentence(e)
     return _Place(name, source, view, options, keep_ends, why, keep, run | set(view.control_rets if view else ()))
+
+
+def _with_updates(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, run: frozenset[str],
+                  options: Options) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
+    if not isinstance(source, graph_pb2.GraphDef):
+        return source
+    return updates.updates_as_values(source, view, run, lambda n: clusters.why_not(view, n, options) is None)
 
 
 _IS_FALLBACK = "it is the fallback of a stitched op"

@@ -4,7 +4,7 @@ TensorFlow reads a variable anew at every use, so the weights of an unrolled loo
 step.  A ResourceGather becomes ReadVariableOp and GatherV2.
 
 Reading a variable hands out its buffer without a copy; it is copied only where something else writes to the variable
-while the value is held, or after sparse updates.  So only variables that the graph does not write to are read.
+while the value is held, or after sparse updates.  So gathers read only variables that the graph does not write to.
 """
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
 from .shapes import variable_shape
-from .view import RET_OPS, GraphView
+from .view import RET_OPS, GraphView, Ref
 
 READERS = frozenset({"ResourceGather", "ReadVariableOp", "VariableShape"})
+WRITERS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 
 
 def read_before_gathers(source: graph_pb2.GraphDef | function_pb2.FunctionDef,
                         view: GraphView) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
     """The same graph, or a copy in which gathers from variables of known shape are gathers from what was read."""
-    chosen = {n.name for n in view if n.op == "ResourceGather" and _is_only_read(view, n.inputs[0])
+    chosen = {n.name for n in view if n.op == "ResourceGather" and _touched_by(view, n.inputs[0]) <= READERS
               and variable_shape(view, n.inputs[0]) is not None}
     if not chosen:
         return source
@@ -33,7 +34,7 @@ def read_before_gathers(source: graph_pb2.GraphDef | function_pb2.FunctionDef,
     # What must run is known by name.  In a function that is the read, so that the gather may join a cluster.
     renamed = {}
     if view.is_function or any(n.op in RET_OPS for n in view):
-        renamed = {name: _free(f"{name}/gather", taken) for name in chosen}
+        renamed = {name: free_name(f"{name}/gather", taken) for name in chosen}
     for n in nodes:
         n.input[:] = [i if i.startswith("^") else _renamed(i, renamed) for i in n.input]
     if isinstance(out, function_pb2.FunctionDef):
@@ -48,15 +49,16 @@ def read_before_gathers(source: graph_pb2.GraphDef | function_pb2.FunctionDef,
 
 def merge_reads(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView,
                 keep: Iterable[str] = (), run: Iterable[str] = ()) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
-    """The same graph, or a copy in which a variable that the graph does not write to is read once.
+    """The same graph, or a copy in which reads of a variable that may happen at the same time are one.
 
-    Only reads that wait for the same nodes are merged: no cycle can come of it.  Reads that nothing mentions any more
-    go, except those in ``keep``; in place of those in ``run``, which must only have run, there is a NoOp.
+    Only reads that wait for the same nodes are merged: no cycle can come of it, and no write is between them.  Reads
+    that nothing mentions any more go, except those in ``keep``; in place of those in ``run``, which must only have run,
+    there is a NoOp.
     """
     first: dict[tuple, str] = {}
     instead: dict[str, str] = {}
     for n in view:
-        if n.op == "ReadVariableOp" and n.proto is not None and _is_only_read(view, n.inputs[0]):
+        if n.op == "ReadVariableOp" and n.proto is not None and _touched_by(view, n.inputs[0]) <= READERS | WRITERS:
             key = (n.inputs[0], n.proto.attr["dtype"].type, frozenset(i for i in n.proto.input if i.startswith("^")))
             into = first.setdefault(key, n.name)
             if into != n.name:
@@ -91,20 +93,20 @@ def _renamed(text: str, instead: Mapping[str, str]) -> str:
     return sign + ":".join([instead.get(name, name), *port])
 
 
-def _is_only_read(view: GraphView, handle: tuple[str, int]) -> bool:
-    readers = {view[reader].op for reader, _, port in view.consumers(handle[0]) if port == handle[1]}
-    return readers <= READERS
+def _touched_by(view: GraphView, handle: Ref) -> set[str]:
+    """The ops that take a variable."""
+    return {view[reader].op for reader, _, port in view.consumers(handle[0]) if port == handle[1]}
 
 
 def _replaced(node: node_def_pb2.NodeDef, view: GraphView, taken: set[str],
               name: str | None) -> Iterable[node_def_pb2.NodeDef]:
     """A read and a gather instead of a ResourceGather; the read has its name if the gather is given another."""
     body = view.is_function
-    read = node_def_pb2.NodeDef(name=node.name if name else _free(f"{node.name}/read", taken),
+    read = node_def_pb2.NodeDef(name=node.name if name else free_name(f"{node.name}/read", taken),
                                 op="ReadVariableOp", device=node.device,
                                 input=[node.input[0], *(i for i in node.input if i.startswith("^"))])
     read.attr["dtype"].type = node.attr["dtype"].type
-    axis = node_def_pb2.NodeDef(name=_free(f"{node.name}/axis", taken), op="Const", device=node.device)
+    axis = node_def_pb2.NodeDef(name=free_name(f"{node.name}/axis", taken), op="Const", device=node.device)
     axis.attr["dtype"].type = tf.int32.as_datatype_enum
     axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(node.attr["batch_dims"].i, tf.int32))
     gather = node_def_pb2.NodeDef()
@@ -120,7 +122,8 @@ def _replaced(node: node_def_pb2.NodeDef, view: GraphView, taken: set[str],
     return read, axis, gather
 
 
-def _free(name: str, taken: set[str]) -> str:
+def free_name(name: str, taken: set[str]) -> str:
+    """A name that is not taken, which it is from now on."""
     while name in taken:
         name += "_"
     taken.add(name)

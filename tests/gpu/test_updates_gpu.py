@@ -1,0 +1,114 @@
+"""Training steps on an NVIDIA GPU: variables whose new values are computed in programs."""
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_stitch
+from tests.graph.test_updates import adam, assign, both, commits, graphs, ops, variable  # noqa: F401 (a fixture)
+from tests.ways_in.graphs import normal
+from tests.ways_in.test_direct_call import count  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.gpu
+DTYPES = [tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int64]
+X = tf.constant([1.0, -2.0, 3.0])
+
+
+def test_a_training_step_is_replayed_as_one_program_and_one_write(graphs, count):  # noqa: F811
+    both(adam, *[(X * k,) for k in range(1, 8)])
+    assert [n.attr["N"].i for n in commits(graphs)] == [4] and "GPU" in commits(graphs)[0].device
+    assert "AssignAddVariableOp" not in ops(graphs)
+    assert count.replayed >= 4 and not count.declined
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: t.name)
+def test_every_type(dtype):
+    def make():
+        v = variable(1, 2, 3, dtype=dtype)
+
+        def fn(x):
+            v.assign_add(x * x + 1)
+            v_now = v.read_value()
+            return v_now * 2 + x
+
+        return fn, [v]
+
+    x = tf.constant([1, 2, 3], dtype)
+    both(make, (x,), (x,), (x,), (x,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("write", [
+    lambda v: v.assign_add(tf.constant([10, 10, 10], v.dtype)),
+    lambda v: v.assign(tf.constant([11, 12, 13], v.dtype)),
+    lambda v: v.scatter_add(tf.IndexedSlices(tf.constant([10, 10, 10], v.dtype), [0, 1, 2]))])
+def test_a_write_since_the_read_is_not_lost(write, dtype):
+    v = variable(1, 2, 3, dtype=dtype)
+    read = v.read_value()
+    write(v)
+    assign([v], [read], [read + 1], [0])
+    np.testing.assert_array_equal(tf.cast(v, tf.float64), [12, 13, 14])
+    np.testing.assert_array_equal(tf.cast(read, tf.float64), [1, 2, 3])
+
+
+def test_no_update_of_threads_that_run_at_once_is_lost():
+    v = tf.Variable(tf.zeros([4096], tf.float64))
+
+    @tf_stitch.function
+    def fn(x):
+        v.assign_add(tf.floor(tf.exp(x) * 0) + 1 + v * 0)
+
+    x = tf.zeros([4096], tf.float64)
+    fn(x)
+
+    def run():
+        for _ in range(200):
+            fn(x)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    np.testing.assert_array_equal(v, np.full(4096, 801.0))
+
+
+def test_many_steps_of_many_variables():
+    """Buffers change hands in every step; graphs and memory must follow."""
+    def make():
+        weights = [tf.Variable(normal(64, 8 * k, seed=k)) for k in range(1, 9)]
+        moments = [tf.Variable(tf.zeros_like(w)) for w in weights]
+
+        def fn(x):
+            loss = 0.0
+            for w, m in zip(weights, moments, strict=True):
+                y = tf.tanh(tf.matmul(x, w))
+                loss += tf.reduce_mean(y * y)
+                m.assign_add((tf.matmul(x, y, transpose_a=True) - m) * 0.1)
+                w.assign_sub(m * 0.01)
+            return loss
+
+        return fn, [*weights, *moments]
+
+    x = tf.constant(normal(32, 64) * 0.1)
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        both(make, *[(x,)] * 50)
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(True)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_keras(name):
+    from models import training
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        plain, stitched = (training.make(name, s) for s in ("tensorflow", "stitched"))
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(True)
+    assert training.error(stitched.weights, plain.weights) < 1e-2
+    assert stitched.kernels < plain.kernels / 3

@@ -1,0 +1,303 @@
+"""Updates of variables as values, so that a training step's arithmetic is in programs up to the last sum.
+
+TensorFlow adds to a variable by an op of its own (AssignAddVariableOp), and what reads the variable afterwards waits
+for that op: an optimizer's step would be cut at every variable.  Where a function writes to a variable once,
+
+    write = AssignAddVariableOp(variable, delta)         value = read + delta
+    later = ReadVariableOp(variable) after write    ->    StitchedAssign(variable, read, value)
+                                                         later = value
+
+StitchedAssign (custom_ops/assign_op.cc) puts the value in the variable's place without a copy, and adds the difference
+where somebody else wrote to the variable since the read; so no update of another thread is lost.  All such writes of a
+graph become one op where nothing waits for some of them only.
+
+What has effects, reads a variable, or is told to wait for ``later`` still runs after the write.  The new values need
+memory of their own, so the smallest variables are taken, ``MOST_BYTES`` in all.
+"""
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+
+from ..ir.dtypes import DTYPES
+from .control import CONTROL_FLOW
+from .shapes import variable_shape
+from .variables import free_name
+from .view import RET_OPS, GraphView, NodeView, op_def
+
+OP = "StitchedAssign"
+ARITHMETIC = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
+WRITERS = frozenset({*ARITHMETIC, "AssignVariableOp"})
+READERS = frozenset({"ReadVariableOp", "VariableShape"})
+TYPES = frozenset({"float32", "float64", "float16", "bfloat16", "int64"})  # on a GPU int32 lies in host memory
+MOST_BYTES = 512 << 20
+
+
+@dataclass
+class _Update:
+    """The one write to a variable, and the reads around it."""
+
+    write: NodeView
+    before: list[NodeView]
+    after: list[NodeView]
+    shape: tuple[int | None, ...] = (0,)  # of the memory that the new value needs
+    value: str = ""  # the input that names the new value
+    read: str = ""   # the input that names the old one; none for an AssignVariableOp
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(d or 0 for d in self.shape) * DTYPES[self.write.attr("dtype")].size
+
+
+def updates_as_values(source: graph_pb2.GraphDef, view: GraphView, run: Iterable[str],
+                      stitchable: Callable[[NodeView], bool]) -> graph_pb2.GraphDef:
+    """The same graph, or a copy in which writes to variables are StitchedAssign ops.
+
+    Args:
+      source: the graph of a function, whose variables are ``_Arg`` nodes; other graphs may be run in part, and stay.
+      view: of ``source``.
+      run: names of nodes that run whenever the function does; only writes among what they and the results need are
+        changed.
+      stitchable: whether a node may be part of a program; only writes of what such nodes compute are changed.
+    """
+    ends = [*(n.name for n in view if n.op in RET_OPS), *(name for name in run if name in view.nodes)]
+    writes = [n for n in view if n.op in WRITERS and stitchable(view[n.inputs[1][0]])]
+    if not writes:
+        return source
+    order = _Order(view)
+    needed = order.up_to(ends)
+    certain = [w for w in writes if needed & order.bit[w.name]]
+    updates = _affordable([u for w in certain if (u := _update(view, order, w)) is not None])
+    return _Edit(source, view, order, updates).graph() if updates else source
+
+
+class _Order:
+    """What runs before what.  Nodes of loops and branches are told apart: they have no place in it."""
+
+    def __init__(self, view: GraphView):
+        self.bit = {n.name: 1 << k for k, n in enumerate(view)}
+        self.before: dict[str, int] = {}
+        self.conditional: set[str] = set()
+        self.acting: list[str] = []  # nodes that may write to any variable
+        for n in view:
+            seen = 0
+            if not _is_pure(n) and n.op not in READERS:
+                self.acting.append(n.name)
+            sources = [s for s in (*(r[0] for r in n.inputs), *n.control_inputs) if s in self.before]
+            for s in sources:
+                seen |= self.before[s] | self.bit[s]
+            self.before[n.name] = seen
+            if n.op in CONTROL_FLOW or not self.conditional.isdisjoint(sources):
+                self.conditional.add(n.name)
+
+    def up_to(self, ends: Iterable[str]) -> int:
+        """The bits of nodes and of all that runs before them."""
+        return functools.reduce(operator.or_, (self.before[n] | self.bit[n] for n in ends), 0)
+
+    def is_before(self, first: str, then: str) -> bool:
+        return bool(self.before[then] & self.bit[first])
+
+    def acts_between(self, first: str, then: str) -> bool:
+        """Whether anything with effects comes after one node and before another."""
+        return any(self.is_before(first, n) and self.is_before(n, then) for n in self.acting)
+
+
+def _update(view: GraphView, order: _Order, write: NodeView) -> _Update | None:
+    """The write with its reads; None where it has to stay."""
+    handle, given = write.inputs
+    touching = [view[name] for name, _, port in view.consumers(handle[0]) if port == handle[1]]
+    touching = [n for n in touching if n.op != "VariableShape" and n is not write]
+    dtype = view.dtype(given)
+    if not view[handle[0]].is_arg or dtype not in TYPES or write.name in order.conditional \
+            or view[given[0]].device != write.device:
+        return None
+    if any(n.op not in READERS or n.device != write.device or n.attr("dtype") != dtype or n.name in order.conditional
+           for n in touching):
+        return None
+    after = [n for n in touching if order.is_before(write.name, n.name)]
+    before = [n for n in touching if order.is_before(n.name, write.name)]
+    if len(before) + len(after) != len(touching) or any(order.acts_between(write.name, n.name) for n in after):
+        return None  # a read at any time, or of what another name of the variable may have been used to write
+    if write.op in ARITHMETIC:
+        shape = variable_shape(view, handle, assume=False)
+        if shape is None or None in shape or view.proven_shape(given) != shape:
+            return None
+        return _Update(write, before, after, shape)
+    return _Update(write, before, after)
+
+
+def _affordable(updates: Sequence[_Update]) -> list[_Update]:
+    """Those that fit into ``MOST_BYTES``, smallest first; an AssignVariableOp has its value anyway."""
+    total, left_out = 0, set()
+    for u in sorted(updates, key=lambda u: u.bytes):
+        total += u.bytes
+        if total > MOST_BYTES:
+            left_out.add(u.write.name)
+    return [u for u in updates if u.write.name not in left_out]
+
+
+@dataclass
+class _Edit:
+    """Makes the changed copy of a graph."""
+
+    source: graph_pb2.GraphDef
+    view: GraphView
+    order: _Order
+    updates: Sequence[_Update]
+    made: list[node_def_pb2.NodeDef] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.taken = {n.name for n in self.source.node}
+        self.by_name = {u.write.name: u for u in self.updates}
+        self.forwarded = {n.name: u for u in self.updates for n in u.after}  # reads after the write
+
+    def graph(self) -> graph_pb2.GraphDef:
+        for u in self.updates:
+            self._value(u)
+        waits = self._waits()
+        commits = {g[0].write.name: g for g in self._groups(waits)}
+        instead = {u.write.name: name for name, group in commits.items() for u in group}
+        out = graph_pb2.GraphDef()
+        out.CopyFrom(self.source)
+        del out.node[:]
+        for node in (*self.source.node, *self.made):
+            name = node.name
+            if name in commits:
+                node = self._commit(commits[name], waits)
+            elif name in self.by_name:
+                node = node_def_pb2.NodeDef(name=name, op="NoOp", device=node.device, input=[f"^{instead[name]}"])
+            elif name in self.forwarded:
+                node = self._forward(node, self.forwarded[name])
+            out.node.append(self._waiting(node, () if name in self.by_name else waits.get(name, ()), instead))
+        return out
+
+    # --- values -------------------------------------------------------------------------------------
+
+    def _value(self, u: _Update) -> None:
+        """Adds the nodes that compute a variable's new value."""
+        write = u.write
+        if write.op not in ARITHMETIC:
+            u.value = self.view.ref_text(write.inputs[1])
+            return
+        dtype = _type(write)
+        read = u.before[0].name if u.before else self._add(
+            "ReadVariableOp", f"{write.name}/read", [self.view.ref_text(write.inputs[0]),
+                                                     *(f"^{c}" for c in write.control_inputs)], write.device, dtype)
+        # Other shapes are an error, not a broadcast.  Shapes that are known may rest on there being no error.
+        given = self.view.ref_text(write.inputs[1])
+        delta = self._add("EnsureShape", f"{write.name}/delta", [given], write.device, dtype)
+        self.made[-1].attr["shape"].shape.CopyFrom(tf.TensorShape(u.shape).as_proto())
+        value = self._add(ARITHMETIC[write.op], f"{write.name}/value", [read, delta], write.device, dtype)
+        # Both come from one op: a program that reads the variable by itself hands on what it read.
+        both = node_def_pb2.NodeDef(name=free_name(f"{write.name}/both", self.taken), op="IdentityN",
+                                    device=write.device, input=[value, read])
+        both.attr["T"].list.type.extend([dtype, dtype])
+        self.made.append(both)
+        u.value, u.read = both.name, f"{both.name}:1"
+
+    def _add(self, op: str, name: str, inputs: Sequence[str], device: str, dtype: int) -> str:
+        node = node_def_pb2.NodeDef(name=free_name(name, self.taken), op=op, device=device, input=inputs)
+        node.attr["dtype" if op == "ReadVariableOp" else "T"].type = dtype
+        self.made.append(node)
+        return node.name
+
+    def _forward(self, node: node_def_pb2.NodeDef, u: _Update) -> node_def_pb2.NodeDef:
+        """A read after the write: another name of the new value."""
+        controls = [i for i in node.input if i.startswith("^") and i != f"^{u.write.name}"]
+        out = node_def_pb2.NodeDef(name=node.name, op="Identity", device=node.device, input=[u.value, *controls])
+        out.attr["T"].CopyFrom(node.attr["dtype"])
+        if "_output_shapes" in node.attr:
+            out.attr["_output_shapes"].CopyFrom(node.attr["_output_shapes"])
+        return out
+
+    # --- order --------------------------------------------------------------------------------------
+
+    def _waits(self) -> dict[str, list[str]]:
+        """The writes that a node has to wait for now that a read, which it rests on, does not wait for them.
+
+        That is what has effects or may see them, what waits for such a read by a control edge, and where loops and
+        branches begin.
+        """
+        out: dict[str, list[str]] = {}
+        behind: dict[str, dict[str, None]] = {}  # writes that a node rests on and does not wait for
+        for n in self.view:
+            found = {w: None for s in self._sources(n) for w in behind.get(s, ())}
+            if n.name in self.forwarded:
+                found[self.forwarded[n.name].write.name] = None
+            elif found and (not _is_pure(n) or n.op in CONTROL_FLOW or any(c in behind for c in n.control_inputs)):
+                out[n.name], found = list(found), {}
+            if found:
+                behind[n.name] = found
+        return out
+
+    def _groups(self, waits: Mapping[str, Sequence[str]]) -> Iterator[list[_Update]]:
+        """Writes that become one op: those of a device with nothing between them.
+
+        A node's level counts the times that a path to it leaves the writes.  It never falls along an edge and grows
+        where a path leaves them, so a path between two writes of one level meets nothing else.
+        """
+        level: dict[str, int] = {}
+        groups: dict[tuple[str, int], list[_Update]] = {}
+        for n in self.view:  # all new edges are between nodes that were in this order before
+            sources = [s for s in (*self._sources(n), *waits.get(n.name, ())) if s in level]
+            level[n.name] = max((level[s] + (s in self.by_name and n.name not in self.by_name) for s in sources),
+                                default=0)
+            if n.name in self.by_name:
+                groups.setdefault((n.device, level[n.name]), []).append(self.by_name[n.name])
+        yield from groups.values()
+
+    def _sources(self, n: NodeView) -> list[str]:
+        """What a node of the old graph waits for in the new one, the ops that compute new values looked through."""
+        update = self.forwarded.get(n.name) or self.by_name.get(n.name)
+        if update is None:
+            return [*(r[0] for r in n.inputs), *n.control_inputs]
+        write = update.write
+        of_value = [write.inputs[1][0], *([update.before[0].name] if update.before else write.control_inputs)]
+        return [*of_value, *(c for c in n.control_inputs if c != write.name)]
+
+    def _waiting(self, node: node_def_pb2.NodeDef, more: Sequence[str], instead: Mapping[str, str]
+                 ) -> node_def_pb2.NodeDef:
+        """The node with what else it waits for; a write is its group's op."""
+        out = node_def_pb2.NodeDef()
+        out.CopyFrom(node)
+        data = [i for i in node.input if not i.startswith("^")]
+        controls = [i.removeprefix("^") for i in node.input if i.startswith("^")]
+        del out.input[:]
+        out.input.extend([*data, *dict.fromkeys(f"^{instead.get(c, c)}" for c in [*controls, *more]
+                                                if instead.get(c, c) != node.name)])
+        return out
+
+    def _commit(self, group: Sequence[_Update], waits: Mapping[str, Iterable[str]]) -> node_def_pb2.NodeDef:
+        inside = {u.write.name for u in group}
+        controls = dict.fromkeys(c for u in group for c in (*u.write.control_inputs, *waits.get(u.write.name, ()))
+                                 if c not in inside)
+        updated = [k for k, u in enumerate(group) if u.read]
+        node = node_def_pb2.NodeDef(name=group[0].write.name, op=OP, device=group[0].write.device, input=[
+            *(self.view.ref_text(u.write.inputs[0]) for u in group), *(u.read for u in group if u.read),
+            *(u.value for u in group), *(f"^{c}" for c in controls)])
+        types = [_type(u.write) for u in group]
+        node.attr["N"].i = len(group)
+        node.attr["T"].list.type.extend(types)
+        node.attr["Tread"].list.SetInParent()
+        node.attr["Tread"].list.type.extend(types[k] for k in updated)
+        node.attr["updated"].list.SetInParent()
+        node.attr["updated"].list.i.extend(updated)
+        node.attr["validate_shape"].list.b.extend(bool(u.write.attr("validate_shape")) for u in group)
+        return node
+
+
+def _type(write: NodeView) -> int:
+    """The number of the variable's element type."""
+    return tf.as_dtype(write.attr("dtype")).as_datatype_enum
+
+
+def _is_pure(n: NodeView) -> bool:
+    """False for what has effects or may see those of others."""
+    signature = op_def(n.op)
+    return n.op in RET_OPS or (signature is not None and not signature.is_stateful)
