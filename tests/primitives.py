@@ -245,6 +245,7 @@ def _dot_forms() -> list[_Use]:
     return [use("matrices", (None, 37), (37, 29)), use("one row", (1, 130), (130, 70)), use("vector", (None,), (None,),
             contract=((0,), (0,))), use("column", (None, 33), (33, 1)), use("unknown depth", (9, None), (None, 17)),
             use("transposed", (33, None), (29, 33), contract=((0,), (1,))),
+            use("three columns", (None, 64), (64, 3)), use("nine rows", (32, 9), (32, None), contract=((0,), (0,))),
             use("outer", (None,), (7,), contract=((), ())),
             use("batch", (None, 5, 16), (None, 16, 7), ((0,), (0,)), ((2,), (1,))),
             use("two axes", (None, 3, 8), (8, 3, 6), contract=((1, 2), (1, 0)))]

@@ -73,7 +73,7 @@ def check(graph: Graph, sizes=None, dtype="float32") -> str:
 
 
 @pytest.mark.parametrize("rows,inner,columns", [(1, 1024, 64), (4, 96, 40), (3, 13, 7), (16, 130, 24), (64, 33, 1),
-                                                (5, 2, 5)])
+                                                (5, 2, 5), (3, 64, 3), (9, 32, 9)])
 def test_sizes_of_every_kind(rows, inner, columns):
     for transposed in itertools.product((False, True), repeat=2):
         check(matrix_product(rows, inner, columns, transposed=transposed))
@@ -191,10 +191,21 @@ def test_the_text_is_cuda_too(tmp_path):
         pytest.skip("there is no nvcc")
     graphs = [matrix_product(6, 72, 48, dtype) for dtype in DTYPES if dtype in TOLERANCE]
     graphs += [of_pieces(3, (28, 128), 32), of_stack(9, 64, 24), interactions(3, 6, 24), matrix_product(None, 40, 24)]
+    graphs += [matrix_product(3, 64, 9, transposed=t) for t in itertools.product((False, True), repeat=2)]
     source = tmp_path / "k.cu"
     source.write_text(translation_unit([kernel_of(g, CUDA) for g in graphs], "cuda"))
     subprocess.run([nvcc, "-std=c++17", "-arch=compute_90", "-ptx", "-w", str(source), "-o", str(tmp_path / "k.ptx")],
                    check=True)
+
+
+@pytest.mark.parametrize("size", [3, 9, 15])
+def test_three_neighbours_are_no_wide_access(size):
+    """A tile of three columns, or rows, of a dim that lies so in memory."""
+    for rows, columns in ((size, 4), (4, size), (size, size)):
+        for transposed in itertools.product((False, True), repeat=2):
+            text = check(matrix_product(rows, 64, columns, transposed=transposed))
+            assert "ts_read<3" not in text
+            assert columns != size or "TS_EACH(c1, 3)" in text
 
 
 def test_rows_of_a_stack_are_read_in_wide_accesses():

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 CHAIN = 128  # the most products that one float32 accumulator chain sums before it is added to another
 WIDE = 4  # elements of one wide access
+ACCESSES = (2, 4, 8)  # elements that wide accesses can read; three neighbours are read one by one
 SUMS = 32  # sums of all items that a thread keeps in registers, at most
 ROWS, MANY_ROWS = 8, 16  # of a tile, at most, where a block has so many
 LOADS = 96  # elements that a thread loads before it folds them, at most
@@ -433,7 +434,7 @@ class Tiles:
 
     def _wide(self, node: Node, place: Index, symbol: str, count: int) -> Callable[[], str] | None:
         """The address of ``count`` neighbours along a symbol, where they are neighbours in memory and well aligned."""
-        if count == 1 or (symbol.startswith("i") and self._is_ragged(int(symbol[1:]), count)):
+        if count not in ACCESSES or (symbol.startswith("i") and self._is_ragged(int(symbol[1:]), count)):
             return None
         node, place = seen(self.e, node, place)
         name, first = f"ts_{symbol}", table_of(self.e, node)

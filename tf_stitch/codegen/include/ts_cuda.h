@@ -197,14 +197,17 @@ __device__ __forceinline__ void ts_loaded(float& x) { asm volatile("" : "+f"(x))
 __device__ __forceinline__ void ts_loaded(double& x) { asm volatile("" : "+d"(x)); }
 template <class T> __device__ __forceinline__ void ts_loaded(T&) {}
 
-// N neighbours as one access, in the compute type, `stride` apart in dst.  src is a multiple of N from the buffer's start.
-template <int bytes> struct ts_word_of { typedef uint8_t type; };
+// N neighbours (a power of two), in the compute type, `stride` apart in dst, by accesses as wide as can be.  src is a
+// multiple of N from the buffer's start.
+template <int bytes> struct ts_word_of;
+template <> struct ts_word_of<1> { typedef uint8_t type; };
 template <> struct ts_word_of<2> { typedef uint16_t type; };
 template <> struct ts_word_of<4> { typedef uint32_t type; };
 template <> struct ts_word_of<8> { typedef uint2 type; };
 template <> struct ts_word_of<16> { typedef uint4 type; };
 template <int N, int stride, class C, class T>
 __device__ __forceinline__ void ts_read(C* dst, const T* src) {
+  static_assert((N & (N - 1)) == 0, "there are no accesses of other widths");
   constexpr int bytes = sizeof(T) * N < 16 ? sizeof(T) * N : 16, each = bytes / sizeof(T);
 #pragma unroll
   for (int k = 0; k < N; k += each) {

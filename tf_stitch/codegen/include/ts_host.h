@@ -104,6 +104,7 @@ struct ts_problem {
 
 template <int N, int stride, class C, class T>
 static inline void ts_read(C* dst, const T* src) {
+  static_assert((N & (N - 1)) == 0, "a GPU has no accesses of other widths");
   for (int k = 0; k < N; ++k) dst[k * stride] = ts_load(src[k]);
 }
 // Runs all thread blocks of a launch, the last one first.  Where the counters would not let them go on, the status
