@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STARTED = 2  # processes in a lane of the benchmark: starting TensorFlow takes longer than measuring most workloads
 LANE_CORES = 8  # at least, in each of two lanes
 CHUNKS, PER_CHUNK = 12, 25
+PRODUCTS = 40  # of a chunk
 FOR_THE_LAST_S = 75  # of the tests part: for tests that run alone
 WRONG = 1e-4  # of an output's largest value, without TF32
 FATAL = ("CUDA_ERROR", "cuMemcpy", "cuLaunch", "cuCtx", "illegal memory", "launch failed", "Cuda")
@@ -166,9 +167,10 @@ def _sanitized(tool: str, args: argparse.Namespace) -> dict[str, Any]:
 # --- kernels: primitives and random graphs against the interpreter ------------------------------------------------
 
 def kernels(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every primitive, then chunks of random graphs; later compilers run while earlier kernels are checked."""
+    """Every primitive, random graphs and products in chunks; later compilers run while earlier kernels are checked."""
     from tests.ir_graphs import random_case
     from tests.primitives import forms
+    from tests.random_products import random_product
     from tf_stitch.backend import cuda
 
     target = "sm_90" if args.dry else cuda.device_target()
@@ -183,6 +185,10 @@ def kernels(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]
         cases = {seed: random_case(seed, float_types=FLOATS[chunk % len(FLOATS)]) for seed in seeds}
         job = pool.submit(_compiled, [c.graph for c in cases.values()], target)
         steps.append((f"chunk {chunk}", lambda cases=cases, job=job: _check_cases(cases, job, args.dry)))
+    for chunk in range(args.products):
+        drawn = [random_product(seed) for seed in range(PRODUCTS * chunk, PRODUCTS * (chunk + 1))]
+        job = pool.submit(_compiled, [p.graph for p in drawn], target)
+        steps.append((f"products {chunk}", lambda drawn=drawn, job=job: _check_products(drawn, job, args.dry)))
     yield from steps
     pool.shutdown(cancel_futures=True)
 
@@ -229,6 +235,22 @@ def _check_cases(cases: Mapping[int, Any], job: Future[list[Any]], dry: bool) ->
                 continue
             except AssertionError as error:
                 wrong.append(f"seed {seed}, trial {trial}: {str(error)[:300]}")
+    return {"compared": compared, "wrong": len(wrong), "what": wrong}
+
+
+def _check_products(drawn: Sequence[Any], job: Future[list[Any]], dry: bool) -> dict[str, Any]:
+    from tf_stitch.ir import interp
+
+    run = _runner(dry)
+    compared, wrong = 0, []
+    for product, program in zip(drawn, job.result(), strict=True):
+        for trial in range(2):
+            inputs = product.inputs(trial)
+            try:
+                product.check(interp.run(product.graph, inputs), run(program, inputs))
+                compared += 1
+            except AssertionError as error:
+                wrong.append(f"{product.kind}, sizes {[x.shape for x in inputs]}: {str(error)[:300]}")
     return {"compared": compared, "wrong": len(wrong), "what": wrong}
 
 
@@ -470,6 +492,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds of the benchmark")
     parser.add_argument("--round-s", type=float, default=0.03, help="seconds of a round for each system")
     parser.add_argument("--chunks", type=int, default=CHUNKS, help=f"chunks of {PER_CHUNK} random graphs")
+    parser.add_argument("--products", type=int, default=4, help=f"chunks of {PRODUCTS} random products")
     parser.add_argument("--types", default=TYPES, help="of primitives, comma-separated (default: %(default)s)")
     parser.add_argument("--tests", default="tests/gpu", help="files of the tests part (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=6, help="of the tests part (default: %(default)s)")

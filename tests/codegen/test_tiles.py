@@ -1,6 +1,7 @@
 """Products in kernels of the CUDA target, run on the host: tiles, shares of threads, ranges of what is concatenated."""
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.codegen.support import compile_kernels, kernel_of
 from tests.ir_graphs import assert_matches, make_case, random_inputs
+from tests.random_products import random_product
 from tf_stitch.codegen import translation_unit
 from tf_stitch.errors import Unschedulable
 from tf_stitch.ir import interp
@@ -70,6 +72,23 @@ def check(graph: Graph, sizes=None, dtype="float32") -> str:
         scale = max(float(np.abs(w.astype(np.float64)).max(initial=0.0)), 1.0)
         np.testing.assert_allclose(g.astype(np.float64), w.astype(np.float64), rtol=0, atol=TOLERANCE[dtype] * scale)
     return text
+
+
+def test_random_products():
+    """With what models have before and after them, at sizes where tiles, shares and widths end."""
+    made = []
+    for product in map(random_product, range(60)):
+        with contextlib.suppress(Unschedulable):  # more than one kernel
+            made.append((product, kernel_of(product.graph, CUDA)))
+    assert len(made) > 15
+    compiled = compile_kernels([kernel for _, kernel in made], optimize="-O1")
+    for product, kernel in made:
+        for seed in range(2):
+            inputs = product.inputs(seed)
+            named = dict(zip(product.graph.params, inputs, strict=True))
+            got, status = compiled.run(kernel, product.graph.bind(inputs), named)
+            assert status == 0
+            product.check(interp.run(product.graph, inputs), [got[o] for o in product.graph.outputs])
 
 
 @pytest.mark.parametrize("rows,inner,columns", [(1, 1024, 64), (4, 96, 40), (3, 13, 7), (16, 130, 24), (64, 33, 1),
