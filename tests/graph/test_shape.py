@@ -152,3 +152,29 @@ def test_unknown_dims_that_differ_fall_back():
         raise AssertionError("a broadcast of an unknown dim went unnoticed")
     with session(graph) as run:
         assert run.run(out, {x: ramp(3, 4), y: ramp(1, 4)}).shape == (3, 4)
+
+
+def test_what_grapplers_layout_optimizer_writes():
+    """Axes, sizes and paddings of a tensor that was turned to have its channels first."""
+    def axes(values, *, back=False):
+        formats = ("NCHW", "NHWC") if back else ("NHWC", "NCHW")
+        return raw.DataFormatDimMap(x=tf.constant(values), src_format=formats[0], dst_format=formats[1])
+
+    def order(values, src="NHWC", dst="NCHW"):
+        return raw.DataFormatVecPermute(x=values, src_format=src, dst_format=dst)
+
+    def sizes(x):
+        n, h, w, c = (tf.shape(x)[i] for i in range(4))
+        return order(tf.stack([n, h * 2, w, c // 2]))
+
+    cases = [
+        batches(lambda x: tf.reduce_sum(x, axes([1, -2])), (2, 3, 4)),
+        batches(lambda x: tf.reduce_mean(x, axes([3], back=True), keepdims=True), (2, 3, 4)),
+        batches(lambda x: tf.expand_dims(x, axes(-1)), (2, 3, 4)),
+        batches(lambda x: tf.zeros(sizes(x)), (2, 3, 4)),
+        batches(lambda x: tf.zeros(order(tf.stack([tf.shape(x)[0], 5]))), (2, 3, 4)),
+        batches(lambda x: tf.zeros(order(order(tf.shape(x)), "NCHW", "NHWC")), (2, 3, 4)),
+        batches(lambda x: tf.pad(x, order(tf.constant([[0, 0], [1, 2], [3, 4], [0, 1]]))), (2, 3, 4)),
+        batches(lambda x: tf.slice(x, order(tf.constant([0, 1, 2, 0])), order(tf.constant([-1, 2, 2, 2]))), (2, 6, 8)),
+    ]
+    assert run_cases(cases).compared == len(SIZES) * len(cases)

@@ -390,6 +390,36 @@ def invert_permutation(s: SymContext) -> np.ndarray:
     return dims_array(int(i) for i in np.argsort(perm))
 
 
+@symbolic("DataFormatDimMap")
+def data_format_dim_map(s: SymContext) -> np.ndarray:
+    """Axes of a layout as axes of another one (Grappler's layout optimizer puts these before reductions)."""
+    old, new = _layouts(s)
+    axes = s.static(0)
+    if any(not -len(old) <= a < len(old) for a in axes.reshape(-1)):
+        raise NotSymbolic
+    return dims_array((new.index(old[a]) for a in axes.reshape(-1)), axes.shape)
+
+
+@symbolic("DataFormatVecPermute")
+def data_format_vec_permute(s: SymContext) -> np.ndarray:
+    """A vector over the dims of a layout, or pairs for them, in the order of another one."""
+    old, new = _layouts(s)
+    value = s.value(0)
+    if len(value) == len(old) - 2:  # the spatial dims alone
+        old, new = ([d for d in names if d not in "NC"] for names in (old, new))
+    if value.ndim not in (1, 2) or len(value) != len(old):
+        raise NotSymbolic
+    return value[[old.index(d) for d in new]]
+
+
+def _layouts(s: SymContext) -> tuple[list[str], list[str]]:
+    """The names of the dims before and after."""
+    old, new = (list(str(s.attr(name, default))) for name, default in (("src_format", "NHWC"), ("dst_format", "NCHW")))
+    if sorted(old) != sorted(new):
+        raise NotSymbolic
+    return old, new
+
+
 @symbolic("DynamicStitch")
 def dynamic_stitch(s: SymContext) -> np.ndarray:
     n = s.count // 2
@@ -447,5 +477,6 @@ def broadcast_gradient_args(s: SymContext) -> list[np.ndarray]:
 
 
 # These ops have no tensor form: they are only ever known from shapes.
-for _op in ("InvertPermutation", "DynamicStitch", "ListDiff", "ConcatOffset", "BroadcastArgs", "BroadcastGradientArgs"):
+for _op in ("InvertPermutation", "DynamicStitch", "ListDiff", "ConcatOffset", "BroadcastArgs", "BroadcastGradientArgs",
+            "DataFormatDimMap", "DataFormatVecPermute"):
     REGISTRY[_op] = Lowering(_op, None)
