@@ -25,7 +25,6 @@ LEFT_OUT = {
     "RandomShuffle": "random", "PlaceholderWithDefault": "a feed point, not a computation",
     "FFT": COMPLEX, "FFT2D": COMPLEX, "FFT3D": COMPLEX, "IFFT": COMPLEX, "IFFT2D": COMPLEX, "IFFT3D": COMPLEX,
     "CumulativeLogsumexp": "a scan, not elementwise", "Cross": "mixes three elements, not elementwise",
-    "DataFormatDimMap": "a table look-up for layouts, not math", "DataFormatVecPermute": "a permutation, not math",
     "Bucketize": "a search, not math", "LRN": "a window over channels", "LRNGrad": "a window over channels",
     "HSVToRGB": "an image op", "RGBToHSV": "an image op", "AdjustHue": "an image op", "AdjustSaturation": "an image op",
     "AdjustContrastv2": "an image op", "ResizeBilinearGrad": "an image op",
