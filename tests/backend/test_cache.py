@@ -53,7 +53,9 @@ def test_a_damaged_file_counts_as_none(folder):
 
 def test_a_folder_that_cannot_be_written_is_told_once(monkeypatch, caplog):
     monkeypatch.setenv(cache.FOLDER, "/proc/no-such-folder")
+    monkeypatch.setattr(cache, "_complained", set())
     kept = Cache("things", ".thing")
     kept.put("key", b"code")
     kept.put("key", b"code")
+    Cache("others", ".thing").put("key", b"code")
     assert kept.get("key") is None and len(caplog.records) == 1

@@ -190,6 +190,17 @@ def test_padding(dtype):
     assert run_cases(cases).compared == len(cases)
 
 
+def test_reflecting_an_empty_dim_is_tensorflow_s_error():
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [None, 4])
+        y = [tf.pad(tf.tanh(x), [[0, 0], [1, 1]], mode) for mode in ("REFLECT", "SYMMETRIC")]
+    reflected, symmetric = (imported(GraphView(graph.as_graph_def()), [t])[0] for t in y)
+    empty = np.zeros((0, 4), np.float32)
+    with pytest.raises(interp.GuardFailed, match="reflects no empty dim"):
+        interp.run(reflected, [empty])
+    assert interp.run(symmetric, [empty])[0].shape == (0, 6)
+
+
 def test_repeating_and_making():
     x = ramp(3, 1, 4)
     cases = [

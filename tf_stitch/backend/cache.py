@@ -28,12 +28,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get(FOLDER) or platformdirs.user_cache_dir("tf_stitch", appauthor=False))
 
 
+_complained: set[Path] = set()  # folders that it was said of that they cannot be written
+
+
 class Cache:
     """Machine code by key: a file each, with a checksum after its contents.  Works without a writable folder."""
 
     def __init__(self, kind: str, suffix: str) -> None:
         self.kind, self.suffix = kind, suffix
-        self._complained = False
         self._written = 0
 
     def _path(self, key: str) -> Path:
@@ -52,7 +54,7 @@ class Cache:
         return code if hashlib.sha256(code).digest() == digest else None
 
     def put(self, key: str, code: bytes) -> None:
-        """Keeps code under a key; says so once when the folder cannot be written."""
+        """Keeps code under a key; says so once, whatever the kind, when the folder cannot be written."""
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,8 +71,8 @@ class Cache:
                 _remove_oldest(cache_folder() / self.kind)
             self._written += 1
         except OSError as error:
-            if not self._complained:
-                self._complained = True
+            if cache_folder() not in _complained:
+                _complained.add(cache_folder())
                 log.warning("The cache folder %s cannot be written (%s); kernels are compiled anew each time. "
                             "Set TF_STITCH_CACHE to a folder that can be written.", cache_folder(), error.strerror)
 

@@ -282,6 +282,8 @@ def mirror_pad(c: Context, x: Node, paddings: np.ndarray) -> Node:
     edge = _edge(c)
     for a, (low, high) in enumerate(zip(*_pairs(c, x, paddings), strict=True)):
         d = x.shape[a]
+        if edge:  # also where nothing is padded
+            c.b.require("le", 1, d, f"{c.node.name}: TensorFlow reflects no empty dim")
         before = [c.b.reverse(cut(c, x, a, edge, low), [a])] if low != 0 else []
         after = [c.b.reverse(cut(c, x, a, d - edge - high, high), [a])] if high != 0 else []
         x = c.b.concat([*before, x, *after], a)
