@@ -226,6 +226,13 @@ def test_on_a_gpu_new_values_of_variables_are_one_cluster():
     found = find(infos, Options(target="cuda:sm_90"), read=[("b2", 0)])
     assert members(found) == [{"a", "a2"}, {f"{n}{k}" for n in "uv" for k in range(3)}]
     check_acyclic(infos, found)
+    # what the function's end waits for is no reason to keep them apart
+    one = [i for i in infos if i.op != "AssignVariableOp"]
+    one.append(left("s", "v0", "v1", "v2", op="StitchedAssign", outputs=0))
+    one.append(node("end", "a2", op="Identity", controls=("s",), computes=False))
+    found = find(one, Options(target="cuda:sm_90"), read=[("b2", 0), ("end", 0)])
+    assert {f"{n}{k}" for n in "uv" for k in range(3)} in members(found)
+    check_acyclic(one, found)
     # a value that a later call waits for is no end of that call's cluster
     infos.append(left("m", "b2", op="Print", controls=("s0",)))
     infos += [node("e", "m"), node("f", "e")]

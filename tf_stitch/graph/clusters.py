@@ -467,12 +467,15 @@ def _merge(net: _Net, groups: list[list[str]], depth: Mapping[str, int], streams
 
 def _join_ends(net: _Net, graph: _UnitGraph, groups: dict[int, list[str]]) -> None:
     """Merges groups whose results only go into sinks (assignments, the function's end) and which may come last."""
-    last: dict[Any, int] = {}
+    ends: dict[Any, list[int]] = {}
     for u in sorted(groups, key=lambda u: net.position[groups[u][-1]], reverse=True):
         if any(net.by_name[r].outputs for n in groups[u] for r in net.readers[n] if r not in groups[u]):
             continue
-        v = last.setdefault(net.key(groups[u][0]), u)
-        if v != u and graph.apart(u, v):
+        beside = ends.setdefault(net.key(groups[u][0]), [])
+        v = next((v for v in beside if graph.apart(u, v)), None)
+        if v is None:
+            beside.append(u)
+        else:
             graph.merge(v, u)
             groups[v].extend(groups.pop(u))
 
