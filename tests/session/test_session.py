@@ -562,6 +562,20 @@ def test_a_session_that_fails_to_start_leaves_the_scheduler_off(monkeypatch):
     tf_stitch.StitchSession(coalesce=True, scheduler_options={"workers": 1}).close()  # other options: none is on
 
 
+def test_a_signature_of_ragged_tensors_is_refused_by_itself(session, tmp_path):
+    spec = [tf.TensorSpec([None, WIDTH], name="x")]
+    module = tf.Module()
+    module.plain = tf.function(lambda x: {"y": tf.tanh(x) * 2 + 1}, input_signature=spec)
+    module.ragged = tf.function(lambda x: {"r": tf.RaggedTensor.from_tensor(tf.tanh(x) * 2)}, input_signature=spec)
+    tf.saved_model.save(module, str(tmp_path / "m"), signatures={"serving_default": module.plain, "r": module.ragged})
+    session.add("a", tmp_path / "m")
+    np.testing.assert_allclose(session.run("a", rows(0))["y"], np.tanh(rows(0)) * 2 + 1, rtol=1e-5)
+    with pytest.raises(OptionError, match="'r' of signature 'r' is sparse or ragged"):
+        session.run("a", rows(0), signature="r")
+    with pytest.raises(OptionError, match="'r' of signature 'r' is sparse or ragged"):
+        session.add("b", tmp_path / "m", signature="r")
+
+
 # --- ends -------------------------------------------------------------------------------------------
 
 def test_drain_and_resume(session, gate):

@@ -151,9 +151,13 @@ def _aligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
+def _composite(definition: Any) -> str | None:
+    """The name of an input or output of a signature that is several tensors (sparse, ragged)."""
+    ends = (*definition.inputs.items(), *definition.outputs.items())
+    return next((name for name, info in ends if info.WhichOneof("encoding") != "name"), None)
+
+
 def _input(name: str, info: Any) -> Input:
-    if info.WhichOneof("encoding") != "name":
-        raise SavedModelError(f"Input '{name}' is a sparse or composite tensor, which StitchSession does not serve.")
     shape = None if info.tensor_shape.unknown_rank else tuple(
         None if d.size < 0 else d.size for d in info.tensor_shape.dim)
     return Input(name, info.name, np.dtype(tf.as_dtype(info.dtype).as_numpy_dtype), shape)
@@ -182,9 +186,11 @@ class ServedModel:
         self.graph = tf.Graph()
         self.session = _new_session(self.graph, _config(config, tenant, self.version))
         try:
-            definitions = self._load(folder, device)
+            definitions = {name: d for name, d in self._load(folder, device).items()
+                           if name != INIT_SIGNATURE and d.outputs}
+            self._composite = {name: of for name, d in definitions.items() if (of := _composite(d)) is not None}
             self.endpoints = {name: Endpoint(name, self.session, d, inline) for name, d in definitions.items()
-                              if name != INIT_SIGNATURE and d.outputs}
+                              if name not in self._composite}
             self.default = self._default(signature)
             self.endpoint().prepare()
         except (OptionError, SavedModelError):
@@ -198,8 +204,14 @@ class ServedModel:
         """A signature, the default one where none is named.  Raises OptionError."""
         found = self.endpoints.get(signature or self.default)
         if found is None:
+            self._check_plain(signature)
             raise OptionError(f"The model has no signature '{signature}'; it has {', '.join(sorted(self.endpoints))}.")
         return found
+
+    def _check_plain(self, signature: str | None) -> None:
+        if signature in self._composite:
+            raise OptionError(f"'{self._composite[signature]}' of signature '{signature}' is sparse or ragged; "
+                              "StitchSession serves plain ones.")
 
     def close(self) -> None:
         """Gives back the session and what it holds.  Requests that still run end with an error."""
@@ -223,8 +235,10 @@ class ServedModel:
 
     def _default(self, signature: str | None) -> str:
         names = sorted(self.endpoints)
-        wanted = signature or ("serving_default" if "serving_default" in names or len(names) != 1 else names[0])
+        several = "serving_default" in {*names, *self._composite} or len(names) != 1
+        wanted = signature or ("serving_default" if several else names[0])
         if wanted not in names:
+            self._check_plain(wanted)
             has = f"it has {', '.join(names)}" if names else "it has none"
             raise OptionError(f"The model in '{self.folder}' has no signature '{wanted}'; {has}.")
         return wanted
