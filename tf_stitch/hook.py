@@ -246,6 +246,8 @@ def _rewrite(name: str, serialized: bytes, keep: tuple[str, ...]) -> bytes | Non
     result, report = rewrites.remembered(graph, options, [repr(run), str(only is None)], lambda: rewrite(
         graph, options, functions=False, keep_ends=False, run=run, only=only))
     report.seconds = time.perf_counter() - start
+    for why in dict.fromkeys(report.failures):
+        _warn(f"Operations stay TensorFlow's because their kernels cannot be compiled here: {why}")
     if not report.clusters:
         return None
     direct_call.offer(name, generation(), result)

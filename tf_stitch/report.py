@@ -68,15 +68,15 @@ class Report:
     """What a rewrite did.
 
     ``errors`` holds the worst error per output after a verification; ``notes`` are sentences on what a user may not
-    expect; ``seconds`` is how long it took, the compilers' time included; ``failures`` counts kernels that did not
-    compile.
+    expect; ``seconds`` is how long it took, the compilers' time included; ``failures`` says of each program
+    that did not compile why.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    failures: int = 0
+    failures: list[str] = field(default_factory=list)
 
     @property
     def clusters(self) -> list[ClusterReport]:

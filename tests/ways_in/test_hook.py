@@ -270,6 +270,18 @@ def test_an_error_in_the_rewriter_leaves_the_graph(enabled, monkeypatch, caplog)
         "A graph was left as it is because stitching it failed (RuntimeError: not today)."]
 
 
+def test_a_compiler_that_is_not_there_is_told_once(enabled, monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with caplog.at_level(logging.WARNING, "tf_stitch"):
+        for width in (5, 6):
+            x = normal(width, 4)
+            np.testing.assert_allclose(tf.function(block)(x), block(x), rtol=2e-5, atol=1e-6)
+    assert [r.message for r in caplog.records] == [
+        "Operations stay TensorFlow's because their kernels cannot be compiled here: The C++ compiler "
+        "'/no/such/compiler' that CXX names is not there; install it or unset CXX."]
+
+
 def test_settings_of_tensorflow_keep_the_hook(enabled):
     tf.config.optimizer.set_experimental_options({"constant_folding": True})
     before = ran()

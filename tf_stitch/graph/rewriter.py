@@ -410,18 +410,18 @@ def _unique(name: str, taken: set[str]) -> str:
     raise AssertionError
 
 
-def _compile(places: Iterable[_Place], progress: Progress | None) -> int:
+def _compile(places: Iterable[_Place], progress: Progress | None) -> list[str]:
     """Machine code for every program; a cluster whose code does not compile goes back to TensorFlow.
 
-    Returns how many programs did not compile.
+    Returns why, for each program that did not compile.
     """
     groups: dict[Options, list[_Place]] = {}
     for place in places:
         groups.setdefault(replace(place.options, keep=()), []).append(place)
-    return sum(_compile_for(together, options, progress) for options, together in groups.items())
+    return [why for options, together in groups.items() for why in _compile_for(together, options, progress)]
 
 
-def _compile_for(places: list[_Place], options: Options, progress: Progress | None) -> int:
+def _compile_for(places: list[_Place], options: Options, progress: Progress | None) -> list[str]:
     tell = progress or (lambda done, total, what: None)
     jobs = [j for p in places for j in p.jobs]
     texts = [j.program.text for j in jobs]
@@ -430,9 +430,9 @@ def _compile_for(places: list[_Place], options: Options, progress: Progress | No
         bad: dict[str, str] = {}
     except Exception:
         code, bad = _compile_one_by_one(texts, options)
-    failures = 0
+    failures: list[str] = []
     while bad:
-        failures += len(bad)
+        failures += bad.values()
         for place in places:
             failed = {n: bad[j.program.text] for j in place.jobs if j.program.text in bad for n in j.cluster.members}
             if failed:
