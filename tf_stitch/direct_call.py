@@ -34,6 +34,7 @@ from .graph.view import GraphView, NodeView, Ref, op_def
 log = logging.getLogger("tf_stitch")
 
 STITCHED = "StitchedProgram"
+ASSIGN = "StitchedAssign"
 MOST_OPS = {"GPU": 8, "CPU": 2}  # of TensorFlow's own: an eager op takes about 20 us, an executor 50 (more on a GPU)
 MOST_STEPS = 16
 KEPT_GRAPHS = 64
@@ -41,7 +42,7 @@ ALIASES = frozenset({"Identity", "StopGradient", "PreventGradient", "Snapshot"})
 FREE = ALIASES | {"NoOp", "_Arg", "_Retval", "Const"}  # run no step
 ARGUMENT, CONSTANT, VARIABLE = range(3)  # kinds of a program's inputs, as in direct_call.cc
 WRITERS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatterAdd",
-                     "ResourceScatterSub", "ResourceScatterUpdate", "ResourceApplyGradientDescent", "StitchedAssign"})
+                     "ResourceScatterSub", "ResourceScatterUpdate", "ResourceApplyGradientDescent", ASSIGN})
 READERS = frozenset({"ReadVariableOp", "ResourceGather"})
 HOST_TYPES = frozenset({"int32"})  # a function's int32 results lie on the host, a GPU kernel's do not
 
@@ -235,9 +236,10 @@ class _Maker:
         """The nodes to run, what writes to variables last; a variable that only programs read is read by them."""
         nodes = [n for n in self.view if n.op not in FREE and not self._is_read_by_programs(n)]
         programs = sum(n.op == STITCHED for n in nodes)
+        own = sum(n.op not in (STITCHED, ASSIGN) for n in nodes)
         device = "GPU" if any(_on_gpu(n.device) for n in nodes) else "CPU"
-        if not programs or len(nodes) - programs > MOST_OPS[device]:
-            raise _No(f"it has {programs} programs and {len(nodes) - programs} ops of TensorFlow's own")
+        if not programs or own > MOST_OPS[device]:
+            raise _No(f"it has {programs} programs and {own} ops of TensorFlow's own")
         late: set[str] = set()  # what waits for something that writes
         for n in self.view:
             if n.op in WRITERS or not late.isdisjoint((*(src for src, _ in n.inputs), *n.control_inputs)):

@@ -111,9 +111,22 @@ def rows():
     return call
 
 
+def products():
+    """Two ops of TensorFlow's on a CPU, a program, and the write."""
+    v = tf.Variable([1.0, 2.0, 3.0])
+    w = tf.constant(normal(3, 3))
+
+    def call(x):
+        y = tf.matmul(x[None], w)
+        v.assign_sub(tf.reshape(tf.exp(-y * y), [3]) + 0.5)
+        return v * 2
+
+    return call
+
+
 FUNCTIONS = {"one": (one, (A,)), "several results": (several, (A, B)), "swapped": (swapped, (A, B)),
              "literal": (swapped, (A, B, 3.0)), "weights": (weights, (A,)), "captured tensor": (captured, (A,)),
-             "assign": (counter, (A,)), "before and after": (before_and_after, (A,)),
+             "products": (products, (A,)), "assign": (counter, (A,)), "before and after": (before_and_after, (A,)),
              "NumPy": (one, (normal(3),)), "empty": (one, (tf.zeros([0]),))}
 
 
