@@ -1,6 +1,6 @@
 """Training steps of Keras models with Adam: plain, compiled by XLA, and stitched.
 
-    python -m models.training [--models mlp,cnn,transformer] [--systems tensorflow,xla,stitched] [--rounds 5]
+    python -m models.training [--models mlp,cnn,transformer] [--systems tensorflow,xla,stitched] [--out DIR]
 
 A step is ``model.train_step`` in a function, on the same batch each time.  Ops and kernels are counted by the profiler;
 ``error`` is the largest relative difference of a variable from TensorFlow's after ten steps.  Adam's epsilon is 1e-3:
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -100,16 +101,21 @@ def error(got: list[np.ndarray], want: list[np.ndarray]) -> float:
                for g, w in zip(got, want, strict=True))
 
 
-def run(name: str, systems: list[str], rounds: int) -> Table:
-    """Measures one model."""
+def run(name: str, systems: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """Measures one model: a row per system."""
     steps = [make(name, s) for s in systems]
     times = bench.interleave({s.system: s.call for s in steps}, rounds)
-    table = Table("system", "median us", "min us", "ops", "kernels", "compile s", "error", title=name)
-    for s in steps:
-        us = 1e6 * np.array(times[s.system])
-        table.add_row(s.system, f"{np.median(us):.0f}", f"{us.min():.0f}", str(s.ops), str(s.kernels),
-                      f"{s.compile_s:.1f}", f"{error(s.weights, steps[0].weights):.1e}")
-    return table
+    return [{"model": name, "system": s.system, "median_us": 1e6 * float(np.median(times[s.system])),
+             "min_us": 1e6 * min(times[s.system]), "ops": s.ops, "kernels": s.kernels, "compile_s": s.compile_s,
+             "error": error(s.weights, steps[0].weights)} for s in steps]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    out = Table("model", "system", "median us", "min us", "ops", "kernels", "compile s", "error")
+    for r in rows:
+        out.add_row(r["model"], r["system"], f"{r['median_us']:.0f}", f"{r['min_us']:.0f}", str(r["ops"]),
+                    str(r["kernels"]), f"{r['compile_s']:.1f}", f"{r['error']:.1e}")
+    return out
 
 
 def main() -> None:
@@ -117,9 +123,15 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="folder for training.json and training.txt")
     args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     for name in args.models.split(","):
-        Console(width=120).print(run(name, args.systems.split(","), args.rounds))
+        rows += run(name, args.systems.split(","), args.rounds)
+        Console(width=120).print(table(rows[-len(args.systems.split(",")):]))
+        if args.out:
+            facts = bench.machine()
+            bench.write(args.out, "training", {"machine": facts, "rows": rows}, facts, [table(rows)])
 
 
 if __name__ == "__main__":
