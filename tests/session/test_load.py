@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tf_stitch import cli
 from tf_stitch.errors import OptionError
-from tf_stitch.serving import load, processes, serve_bench
+from tf_stitch.serving import load, processes, recording, serve_bench
 from tf_stitch.serving.load import Client, Outcome
 from tf_stitch.serving.policies import POLICIES, Devices, Model, batched, open_session
 from tf_stitch.serving.processes import ProcessError
@@ -186,6 +186,18 @@ def test_recording(session, tmp_path):
     assert 0 <= events[0].t < events[1].t < 10
     write_trace(tmp_path / "again", events)
     assert read_trace(tmp_path / "again") == events
+
+
+@pytest.mark.parametrize("chunk", [1, 4096])
+def test_a_full_disk_ends_the_recording_only(session, monkeypatch, caplog, chunk):
+    monkeypatch.setattr(recording, "CHUNK", chunk)
+    session.add("a", scaled(2.0), verify=False)
+    with session.record("/dev/full"):
+        for k in range(200):
+            check(session.run("a", rows(k)), 2.0, rows(k))
+    assert [r.message for r in caplog.records] == [
+        "The trace '/dev/full' cannot be written (No space left on device); the recording ends."]
+    assert session._recorder is None
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -8,7 +8,9 @@ A trace file is JSON lines.  The first is ``{"tf_stitch_trace": 1}``, the format
 """
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 import threading
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError
+
+log = logging.getLogger("tf_stitch")
 
 VERSION = 1
 CHUNK = 4096  # requests kept in memory between writes
@@ -35,7 +39,10 @@ class Event:
 
 
 class Recorder:
-    """Writes the requests of a session to a trace file until it is closed."""
+    """Writes the requests of a session to a trace file until it is closed.
+
+    Where the file cannot be written any more a warning says so and the recording ends; requests go on.
+    """
 
     def __init__(self, path: str | os.PathLike[str], on_close: Callable[[], None] = lambda: None) -> None:
         self.path = Path(path)
@@ -56,15 +63,25 @@ class Recorder:
                 return
             self._pending.append((request.submitted, tenant, request.endpoint, [a.shape for a in request.arrays]))
             if len(self._pending) >= CHUNK:
-                self._flush()
+                self._write(last=False)
 
     def close(self) -> None:
         """Writes what is left and ends the recording."""
         self._on_close()
         with self._lock:
             if not self._file.closed:
-                self._flush()
+                self._write(last=True)
+
+    def _write(self, last: bool) -> None:
+        try:
+            self._flush()
+            if last:
                 self._file.close()
+        except OSError as error:
+            log.warning("The trace '%s' cannot be written (%s); the recording ends.", self.path, error.strerror)
+            with contextlib.suppress(OSError):
+                self._file.close()  # is closed then, though what is left of it cannot be written either
+            self._on_close()
 
     def _flush(self) -> None:
         for submitted, tenant, endpoint, shapes in self._pending:
