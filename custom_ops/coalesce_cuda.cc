@@ -101,6 +101,7 @@ CudaDevice::CudaDevice(const cuda::Driver& driver, cuda::Context context, int64_
     : driver_(driver),
       context_(context),
       events_(std::make_shared<cuda::EventPool>(driver, context)),
+      maker_(std::make_unique<PackMaker>(driver, context)),
       merge_memory_(driver, merge_bytes) {
   cuda::Device device = 0;
   driver.CtxGetDevice(&device);
@@ -123,9 +124,11 @@ std::unique_ptr<CudaDevice> CudaDevice::Make(const cuda::Driver& driver, cuda::C
 }
 
 CudaDevice::~CudaDevice() {
+  maker_.reset();  // it makes packs of the lanes
   cuda::ScopedContext scope(driver_, context_);
   lanes_.clear();
-  callers_ = {};
+  callers_.packs.Clear();
+  callers_.streams.reset();
   tables_.clear();
   merge_memory_.Clear();
 }
@@ -146,9 +149,10 @@ std::shared_ptr<cuda::EventTag> CudaDevice::Record(cuda::Stream stream) {
 struct CudaDevice::UnderWay : Device::Ticket {
   explicit UnderWay(CudaDevice* d) : device(d) {}
   ~UnderWay() override {
-    if (!table) return;
     std::lock_guard<std::mutex> lock(device->mu_);
-    if (device->tables_.size() < kTablesKept) device->tables_.push_back(std::move(table));
+    for (auto& table : tables) {
+      if (device->tables_.size() < kTablesKept) device->tables_.push_back(std::move(table));
+    }
   }
 
   double Wait(std::string* error) override {
@@ -182,7 +186,7 @@ struct CudaDevice::UnderWay : Device::Ticket {
 
   CudaDevice* const device;
   std::shared_ptr<cuda::EventTag> begin, end;
-  std::shared_ptr<cuda::HostTable> table;
+  std::vector<std::shared_ptr<cuda::HostTable>> tables;
   Held held;                 // plans, with their graphs and modules
   std::string not_enqueued;  // why
 };
@@ -229,14 +233,10 @@ bool CudaDevice::ReplayAlone(const CudaRequest& request, cuda::Stream stream, Un
   if (request.ready->Replay(request.memory, request.workspace, stream, error)) return true;
   const CudaWork& work = *request.cuda_work;
   if (!work.worth_packing || work.work->units.size() > 1) return false;
-  cuda::NoTuning no_tuning(true);
   std::vector<CudaRequest*> one{const_cast<CudaRequest*>(&request)};
-  std::string why_not;
-  Pack* pack = PackFor(one, 0, &callers_, &why_not);
-  if (pack) why_not = pack->Prepare();
-  if (why_not.empty()) why_not = CopyTable(one, *pack, callers_.streams.get(), stream, under_way);
-  if (!why_not.empty()) return false;
-  *error = pack->RunOn(stream);
+  std::shared_ptr<const Pack> pack = PackFor(one, 0, &callers_);
+  if (!pack || !CopyTable(one, *pack, callers_.streams.get(), stream, under_way)) return false;
+  *error = pack->Run(stream);
   return true;
 }
 
@@ -290,12 +290,7 @@ std::string CudaDevice::Enqueue(Lane* lane, std::vector<Member>* members, UnderW
     if (replayed) return members->front().count = r.work->units.size(), error;
     if (!r.cuda_work->worth_packing) return EnqueueWhole(lane, &members->front());
   }
-  bool started = false;
-  error = EnqueuePacked(requests, unit, lane, under_way, &started);
-  if (error.empty() || started) return error;
-  cuda::Note("tf_stitch: requests run without superkernels: " + error + ".");
-  for (Member& m : *members) m.apart = true;
-  return EnqueueApart(requests, unit, lane);
+  return EnqueueUnit(members, lane, under_way);
 }
 
 // All of a request, by its plan.
@@ -306,50 +301,87 @@ std::string CudaDevice::EnqueueWhole(Lane* lane, Member* member) {
   return r.ready->Run(r.memory, r.workspace, lane->streams->main(), r.graphs, nullptr, &note);
 }
 
-// `started` says whether anything was enqueued.
-std::string CudaDevice::EnqueuePacked(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane,
-                                      UnderWay* under_way, bool* started) {
+// A unit of all members: by one pack where there is one for so many, else by as few as there are.
+std::string CudaDevice::EnqueueUnit(std::vector<Member>* members, Lane* lane, UnderWay* under_way) {
+  std::vector<CudaRequest*> left;
+  for (Member& m : *members) left.push_back(static_cast<CudaRequest*>(m.request));
+  size_t unit = members->front().unit;
   std::string error;
-  Pack* pack = PackFor(requests, unit, lane, &error);
-  if (pack) error = CopyTable(requests, *pack, lane->streams.get(), lane->streams->main(), under_way);
-  if (!error.empty()) return error;
-  *started = true;
-  return pack->Run();
+  while (!left.empty() && error.empty()) {
+    (*members)[members->size() - left.size()].leads = true;
+    size_t taken = EnqueuePack(left, unit, lane, under_way, &error);
+    if (!taken && error.empty()) taken = 1, error = EnqueueApart(*left[0], unit, lane);
+    left.erase(left.begin(), left.begin() + static_cast<std::ptrdiff_t>(taken));
+  }
+  return error;
 }
 
-// The lane's pack for so many requests; null with the reason in `error`.
-Pack* CudaDevice::PackFor(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane, std::string* error) {
-  const CudaRequest& first = *requests[0];
-  const CudaWork& work = *first.cuda_work;
-  uint64_t cluster = work.work->units[unit].cluster;
-  if (Pack* found = lane->packs.Find(cluster, requests.size())) return found;
-  std::unique_ptr<Pack> made = Pack::Make(work.launches, work.begin[unit], work.begin[unit + 1], requests.size(),
-                                          first.ready->code(), first.graphs, lane->streams.get(), error);
-  return made ? lane->packs.Keep(cluster, requests.size(), std::move(made)) : nullptr;
+// The first of these requests, as many as there is a pack for; returns their number.
+size_t CudaDevice::EnqueuePack(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane, UnderWay* under_way,
+                               std::string* error) {
+  std::shared_ptr<const Pack> pack = PackFor(requests, unit, lane);
+  if (!pack) return 0;
+  std::vector<CudaRequest*> first(requests.begin(), requests.begin() + static_cast<std::ptrdiff_t>(pack->count()));
+  cuda::Stream stream = lane->streams->main();
+  if (!CopyTable(first, *pack, lane->streams.get(), stream, under_way)) return 0;
+  *error = pack->Run(stream);
+  return error->empty() ? first.size() : 0;
 }
 
-// Writes the requests' table and enqueues its copy.  "" or the error: nothing was enqueued then.
-std::string CudaDevice::CopyTable(const std::vector<CudaRequest*>& requests, const Pack& pack, cuda::LaneStreams* lane,
-                                  cuda::Stream stream, UnderWay* under_way) {
+// The lane's pack for so many requests, or for the most of them that there is one for; null when there is none.  What
+// is missing is made for the next time.
+std::shared_ptr<const Pack> CudaDevice::PackFor(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane) {
+  size_t count = requests.size();
+  uint64_t cluster = requests[0]->work->units[unit].cluster;
+  std::shared_ptr<const Pack> found = lane->packs.Find(cluster, count);
+  if (found && found->count() == count) return found;
+  OrderPack(*requests[0], unit, count, lane);
+  if (!found) {  // others are made of these meanwhile
+    for (size_t few : {4, 2, 1}) {
+      if (few < count) OrderPack(*requests[0], unit, few, lane);
+    }
+  }
+  return found;
+}
+
+void CudaDevice::OrderPack(const CudaRequest& request, size_t unit, size_t count, Lane* lane) {
+  const CudaWork* work = request.cuda_work;  // lives with the plan
+  uint64_t cluster = work->work->units[unit].cluster;
+  if (!lane->packs.Claim(cluster, count)) return;
+  auto make = [=, plan = request.plan, code = request.ready->code(), graphs = request.graphs](cuda::Stream stream) {
+    std::string error;
+    std::shared_ptr<Pack> pack =
+        Pack::Make(work->launches, work->begin[unit], work->begin[unit + 1], count, code, lane->streams.get(), &error);
+    if (!pack) cuda::Note("tf_stitch: requests run without superkernels: " + error + ".");
+    if (pack && graphs) error = pack->Record(stream);
+    if (pack && !error.empty()) cuda::Note("tf_stitch: superkernels run without CUDA graphs: " + error + ".");
+    lane->packs.Keep(cluster, count, std::move(pack));
+  };
+  maker_->Add(std::move(make));
+}
+
+// Writes the requests' table and enqueues its copy.  False when nothing was enqueued: there is no memory for it.
+bool CudaDevice::CopyTable(const std::vector<CudaRequest*>& requests, const Pack& pack, cuda::LaneStreams* lane,
+                           cuda::Stream stream, UnderWay* under_way) {
   std::vector<PackMember> members;
   for (const CudaRequest* r : requests) members.push_back({&r->cuda_work->launches, r->memory});
-  under_way->table = Table(pack.table_bytes());
-  if (under_way->table->bytes() < pack.table_bytes()) {
-    under_way->table.reset();
-    return "there is no memory for their tables";
+  std::shared_ptr<cuda::HostTable> table = Table(pack.table_bytes());
+  std::string error = table->bytes() < pack.table_bytes() ? "there is no memory for their tables" : "";
+  if (error.empty()) {
+    pack.Fill(members, table->words());
+    error = lane->CopyTable(table->words(), pack.table_bytes(), stream);
+    under_way->tables.push_back(std::move(table));
   }
-  pack.Fill(members, under_way->table->words());
-  return lane->CopyTable(under_way->table->words(), pack.table_bytes(), stream);
+  if (!error.empty()) cuda::Note("tf_stitch: requests run without superkernels: " + error + ".");
+  return error.empty();
 }
 
-// Needs no memory: one request after the other.
-std::string CudaDevice::EnqueueApart(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane) {
-  const CudaWork& work = *requests[0]->cuda_work;
+// Needs no memory and no graph: launches of its own.
+std::string CudaDevice::EnqueueApart(const CudaRequest& request, size_t unit, Lane* lane) {
+  const CudaWork& work = *request.cuda_work;
   std::string error;
-  for (CudaRequest* r : requests) {
-    for (size_t i = work.begin[unit]; i < work.begin[unit + 1] && error.empty(); ++i) {
-      error = r->ready->Enqueue(i, r->memory, r->workspace, lane->streams->main());
-    }
+  for (size_t i = work.begin[unit]; i < work.begin[unit + 1] && error.empty(); ++i) {
+    error = request.ready->Enqueue(i, request.memory, request.workspace, lane->streams->main());
   }
   return error;
 }

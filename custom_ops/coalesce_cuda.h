@@ -3,6 +3,7 @@
 #define TF_STITCH_CUSTOM_OPS_COALESCE_CUDA_H_
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -72,6 +73,9 @@ class CudaDevice : public Device {
   std::unique_ptr<Ticket> Issue(size_t lane, std::vector<Member>* members) override;
   std::unique_ptr<Ticket> IssueJoined(size_t lane, const std::vector<Request*>& requests, Joining* how) override;
 
+  // Waits until every superkernel that requests so far would have used has its graph.
+  void FinishPacks() { maker_->Wait(); }
+
   // An event on a stream of the context's; null when the driver fails.
   std::shared_ptr<cuda::EventTag> Record(cuda::Stream stream);
 
@@ -97,21 +101,24 @@ class CudaDevice : public Device {
   std::string WaitFor(cuda::Stream stream, size_t lane, const CudaRequest& request);
   std::string Enqueue(Lane* lane, std::vector<Member>* members, UnderWay* under_way);
   static std::string EnqueueWhole(Lane* lane, Member* member);
-  std::string EnqueuePacked(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane, UnderWay* under_way,
-                            bool* started);
-  static Pack* PackFor(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane, std::string* error);
-  std::string CopyTable(const std::vector<CudaRequest*>& requests, const Pack& pack, cuda::LaneStreams* lane,
-                        cuda::Stream stream, UnderWay* under_way);
+  std::string EnqueueUnit(std::vector<Member>* members, Lane* lane, UnderWay* under_way);
+  size_t EnqueuePack(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane, UnderWay* under_way,
+                     std::string* error);
+  std::shared_ptr<const Pack> PackFor(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane);
+  void OrderPack(const CudaRequest& request, size_t unit, size_t count, Lane* lane);
+  bool CopyTable(const std::vector<CudaRequest*>& requests, const Pack& pack, cuda::LaneStreams* lane,
+                 cuda::Stream stream, UnderWay* under_way);
   bool ReplayAlone(const CudaRequest& request, cuda::Stream stream, UnderWay* under_way, std::string* error);
-  static std::string EnqueueApart(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane);
+  static std::string EnqueueApart(const CudaRequest& request, size_t unit, Lane* lane);
   std::shared_ptr<cuda::HostTable> Table(size_t bytes);
 
   const cuda::Driver& driver_;
   const cuda::Context context_;
   std::string name_;
   std::shared_ptr<cuda::EventPool> events_;
-  std::vector<Lane> lanes_;
+  std::deque<Lane> lanes_;
   Lane callers_;  // of requests that run alone, on their callers' streams
+  std::unique_ptr<PackMaker> maker_;
   std::mutex mu_;
   std::vector<std::shared_ptr<cuda::HostTable>> tables_;
   MergeMemory merge_memory_;

@@ -50,9 +50,8 @@ PackedLaunch::PackedLaunch(const Program& program, const Plan& plan, const CudaP
 // --- packs -------------------------------------------------------------------------------------------------
 
 std::unique_ptr<Pack> Pack::Make(const std::vector<PackedLaunch>& launches, size_t begin, size_t end, size_t count,
-                                 const std::shared_ptr<CudaCode>& code, bool graphs, cuda::LaneStreams* lane,
-                                 std::string* error) {
-  std::unique_ptr<Pack> pack(new Pack(code->driver(), lane, begin, count, graphs));
+                                 const std::shared_ptr<CudaCode>& code, cuda::LaneStreams* lane, std::string* error) {
+  std::unique_ptr<Pack> pack(new Pack(code->driver(), lane, begin, count));
   pack->code_ = code;
   for (size_t i = begin; i < end && error->empty(); ++i) *error = pack->Add(launches[i]);
   if (error->empty() && pack->table_bytes() > cuda::LaneStreams::kTableBytes) *error = "their table would be too large";
@@ -93,29 +92,19 @@ void Pack::Fill(const std::vector<PackMember>& members, uint64_t* table) const {
   }
 }
 
-std::string Pack::Run() {
-  if (!graph_ && graphs_ && runs_++ > 0) {
-    std::string error = Record();
-    if (!error.empty()) {  // graphs are only an optimisation
-      graphs_ = false;
-      cuda::Note("tf_stitch: superkernels run without CUDA graphs: " + error + ".");
-    }
-  }
-  return graph_ ? RunOn(lane_->main()) : list_.Enqueue();
-}
-
-std::string Pack::RunOn(cuda::Stream stream) {
+std::string Pack::Run(cuda::Stream stream) const {
+  if (!graph_) return list_.Enqueue(stream);
   cuda::Result result = driver_.GraphLaunch(graph_, stream);
   return result ? cuda::Failed(driver_, result, "launching the graph of a superkernel") : "";
 }
 
-std::string Pack::Record() {
+std::string Pack::Record(cuda::Stream stream) {
   auto failed = [&](cuda::Result result, const char* doing) { return cuda::Failed(driver_, result, doing); };
-  cuda::Result result = driver_.StreamBeginCapture(lane_->main(), cuda::kCaptureRelaxed);
+  cuda::Result result = driver_.StreamBeginCapture(stream, cuda::kCaptureRelaxed);
   if (result) return failed(result, "starting a capture");
-  std::string error = list_.Enqueue();
+  std::string error = list_.Enqueue(stream);
   cuda::Graph graph = nullptr;
-  result = driver_.StreamEndCapture(lane_->main(), &graph);
+  result = driver_.StreamEndCapture(stream, &graph);
   if (error.empty() && result) error = failed(result, "ending a capture");
   if (error.empty()) {
     result = driver_.GraphInstantiate(&graph_, graph, 0);
@@ -127,23 +116,88 @@ std::string Pack::Record() {
 
 // --- kept packs ----------------------------------------------------------------------------------------------
 
-Pack* PackCache::Find(uint64_t cluster, size_t count) {
-  auto found = std::find_if(entries_.begin(), entries_.end(),
-                            [&](const Entry& e) { return e.cluster == cluster && e.count == count; });
-  if (found == entries_.end()) return nullptr;
-  if (!found->pack->is_usable()) {
-    entries_.erase(found);
-    return nullptr;
+std::shared_ptr<const Pack> PackCache::Find(uint64_t cluster, size_t most) {
+  std::lock_guard<std::mutex> lock(mu_);
+  entries_.remove_if([](const Entry& e) { return e.pack && !e.pack->is_usable(); });
+  auto best = entries_.end();
+  for (auto it = entries_.begin(); it != entries_.end(); ++it) {
+    if (it->cluster != cluster || it->count > most || !it->pack) continue;
+    if (best == entries_.end() || it->count > best->count) best = it;
   }
-  entries_.splice(entries_.begin(), entries_, found);
-  return entries_.front().pack.get();
+  if (best == entries_.end()) return nullptr;
+  entries_.splice(entries_.begin(), entries_, best);
+  return entries_.front().pack;
 }
 
-Pack* PackCache::Keep(uint64_t cluster, size_t count, std::unique_ptr<Pack> pack) {
-  entries_.remove_if([](const Entry& e) { return !e.pack->is_usable(); });
-  if (entries_.size() >= kPacksKept) entries_.pop_back();
-  entries_.push_front({cluster, count, std::move(pack)});
-  return entries_.front().pack.get();
+bool PackCache::Claim(uint64_t cluster, size_t count) {
+  std::lock_guard<std::mutex> lock(mu_);
+  auto is_it = [&](const Entry& e) { return e.cluster == cluster && e.count == count; };
+  if (std::any_of(entries_.begin(), entries_.end(), is_it)) return false;
+  entries_.push_front({cluster, count, false, nullptr});
+  auto oldest = std::find_if(entries_.rbegin(), entries_.rend(), [](const Entry& e) { return e.is_made; });
+  if (entries_.size() > kPacksKept && oldest != entries_.rend()) entries_.erase(std::next(oldest).base());
+  return true;
+}
+
+void PackCache::Keep(uint64_t cluster, size_t count, std::shared_ptr<const Pack> pack) {
+  std::lock_guard<std::mutex> lock(mu_);
+  for (Entry& e : entries_) {
+    if (e.cluster != cluster || e.count != count) continue;
+    e.is_made = true;
+    e.pack = std::move(pack);
+    return;
+  }
+}
+
+void PackCache::Clear() {
+  std::lock_guard<std::mutex> lock(mu_);
+  entries_.clear();
+}
+
+// --- making them ---------------------------------------------------------------------------------------------
+
+PackMaker::PackMaker(const cuda::Driver& driver, cuda::Context context)
+    : driver_(driver), context_(context), thread_([this] { Loop(); }) {}
+
+PackMaker::~PackMaker() {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    over_ = true;
+    orders_.clear();
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void PackMaker::Add(Order order) {
+  std::lock_guard<std::mutex> lock(mu_);
+  orders_.push_back(std::move(order));
+  changed_.notify_all();
+}
+
+void PackMaker::Wait() {
+  std::unique_lock<std::mutex> lock(mu_);
+  changed_.wait(lock, [this] { return orders_.empty() && !is_busy_; });
+}
+
+void PackMaker::Loop() {
+  cuda::ScopedContext scope(driver_, context_);
+  cuda::NoTuning no_tuning(true);  // the device has requests to run
+  cuda::OwnStream stream(driver_);
+  std::unique_lock<std::mutex> lock(mu_);
+  while (true) {
+    changed_.wait(lock, [this] { return over_ || !orders_.empty(); });
+    if (over_) return;
+    Order order = std::move(orders_.front());
+    orders_.pop_front();
+    is_busy_ = true;
+    lock.unlock();
+    order(stream.get());
+    order = nullptr;  // what it held may be given back now
+    lock.lock();
+    is_busy_ = false;
+    changed_.notify_all();
+  }
 }
 
 }  // namespace tf_stitch

@@ -1,12 +1,18 @@
-// How one unit of many requests becomes launches over a table: laid out once, recorded as a CUDA graph, then replayed.
+// How one unit of many requests becomes launches over a table: laid out and recorded as a CUDA graph, apart from the
+// threads that requests wait for, then replayed.
 #ifndef TF_STITCH_CUSTOM_OPS_COALESCE_PACK_H_
 #define TF_STITCH_CUSTOM_OPS_COALESCE_PACK_H_
 
 #include <array>
+#include <condition_variable>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <list>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "plan.h"
@@ -45,57 +51,83 @@ struct PackMember {
 // Launches [begin, end), all of them `many`, of `count` requests over the table of a lane.
 class Pack {
  public:
-  // For requests of plans whose launches equal these.  Null with the reason in `error`.
+  // For requests of plans whose launches equal these; the code must be kept while it is made.  Null with the reason in
+  // `error`.
   static std::unique_ptr<Pack> Make(const std::vector<PackedLaunch>& launches, size_t begin, size_t end, size_t count,
-                                    const std::shared_ptr<CudaCode>& code, bool graphs, cuda::LaneStreams* lane,
-                                    std::string* error);
+                                    const std::shared_ptr<CudaCode>& code, cuda::LaneStreams* lane, std::string* error);
   ~Pack();
+
+  // Records the launches as a graph, on a stream that nothing else uses.  "" or why they cannot be: then they are
+  // enqueued one by one.
+  std::string Record(cuda::Stream stream);
 
   // False when the code that it launches is gone.
   bool is_usable() const { return !code_.expired(); }
+  size_t count() const { return count_; }
   size_t table_bytes() const { return list_.table_bytes(); }
 
   // Writes the words of `count` members.
   void Fill(const std::vector<PackMember>& members, uint64_t* table) const;
 
-  // Enqueues the launches on the lane; the first run does so one by one, later ones as a graph.  "" or what failed.
-  std::string Run();
-
-  // Records the graph, so that they can run on a stream that is no lane's.  "" or why it cannot be.
-  std::string Prepare() { return graph_ ? "" : Record(); }
-  std::string RunOn(cuda::Stream stream);
+  // Enqueues the launches, behind the copy of their table.  "" or what failed.
+  std::string Run(cuda::Stream stream) const;
 
  private:
-  Pack(const cuda::Driver& driver, cuda::LaneStreams* lane, size_t begin, size_t count, bool graphs)
-      : driver_(driver), lane_(lane), list_(driver, lane), begin_(begin), count_(count), graphs_(graphs) {}
+  Pack(const cuda::Driver& driver, cuda::LaneStreams* lane, size_t begin, size_t count)
+      : driver_(driver), list_(driver, lane), begin_(begin), count_(count) {}
   std::string Add(const PackedLaunch& launch);
-  std::string Record();
 
   const cuda::Driver& driver_;
-  cuda::LaneStreams* const lane_;
   cuda::LaunchList list_;
   const size_t begin_, count_;
-  bool graphs_;
-  int runs_ = 0;
   std::vector<size_t> at_;  // by launch from begin_: its first word in the table
   std::weak_ptr<CudaCode> code_;
   cuda::GraphExec graph_ = nullptr;
 };
 
-// The packs of a lane, the most recently used ones.
+// The packs of a lane, the most recently used ones.  Thread-safe: one thread runs packs, another makes them.
 class PackCache {
  public:
-  // The pack of a cluster for so many requests; null when there is none.
-  Pack* Find(uint64_t cluster, size_t count);
-  Pack* Keep(uint64_t cluster, size_t count, std::unique_ptr<Pack> pack);
+  // The largest pack of a cluster for no more than so many requests; null when there is none.
+  std::shared_ptr<const Pack> Find(uint64_t cluster, size_t most);
+
+  // True once for each pack that is neither there nor being made: whoever asked is to have it made, and kept.
+  bool Claim(uint64_t cluster, size_t count);
+  void Keep(uint64_t cluster, size_t count, std::shared_ptr<const Pack> pack);  // null: it cannot be made
+  void Clear();
 
  private:
   struct Entry {
     uint64_t cluster;
     size_t count;
-    std::unique_ptr<Pack> pack;
+    bool is_made;
+    std::shared_ptr<const Pack> pack;
   };
+  std::mutex mu_;
   std::list<Entry> entries_;  // most recent first
+};
+
+// A thread that makes packs, which takes milliseconds: no request waits for that.
+class PackMaker {
+ public:
+  using Order = std::function<void(cuda::Stream)>;  // gets a stream to record on
+
+  PackMaker(const cuda::Driver& driver, cuda::Context context);
+  ~PackMaker();  // what was not begun is not made
+
+  void Add(Order order);
+  void Wait();  // until all that was ordered is made
+
+ private:
+  void Loop();
+
+  const cuda::Driver& driver_;
+  const cuda::Context context_;
+  std::mutex mu_;
+  std::condition_variable changed_;
+  std::deque<Order> orders_;
+  bool is_busy_ = false, over_ = false;
+  std::thread thread_;
 };
 
 }  // namespace tf_stitch

@@ -1,5 +1,7 @@
 #include "coalescer.h"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -10,6 +12,8 @@ namespace {
 
 // Nobody tells of the end of a request that its caller runs: while others may wait for it, it is looked for so often.
 constexpr Micros kLookAgain = 100;
+constexpr int kMostHere = 2;              // superkernels that a thread issues which has other things to do
+constexpr unsigned long kSlackNs = 1000;  // of this long is a wait for the device prolonged, not of Linux's 50 us
 
 }  // namespace
 
@@ -30,8 +34,9 @@ Coalescer::Coalescer(const Options& options, std::unique_ptr<Device> device, con
       policy_(options.policy, &estimates_),
       lanes_(device_->lanes().size()) {
   estimates_.Load(estimates);
+  std::vector<LaneKind> kinds = device_->lanes();
+  for (size_t i = 0; i < lanes_.size(); ++i) lanes_[i].kind = kinds[i];  // before any thread looks
   for (size_t i = 0; i < lanes_.size(); ++i) {
-    lanes_[i].kind = device_->lanes()[i];
     lanes_[i].issuer = std::thread([this, i] { Issue(i); });
     if (device_->enqueues()) lanes_[i].finisher = std::thread([this, i] { Finish(i); });
   }
@@ -54,7 +59,7 @@ Coalescer::Taken Coalescer::Submit(const std::shared_ptr<Request>& request, MayR
   if (verdict.kind == Policy::Verdict::kHeld) {
     if (StartAlone(request->id_, may_run)) return Taken::kAlone;
     requests_.emplace(request->id_, request);
-    Wake();
+    may_run != MayRun::kNever && device_->enqueues() ? IssueHere(&lock) : Wake();
     return Taken::kHeld;
   }
   if (verdict.kind == Policy::Verdict::kFull && !request->cancelled_) return Taken::kStopped;
@@ -199,6 +204,7 @@ bool Coalescer::HasRoom(const Lane& lane) const {
 // The issuer waits until it is woken, or until a time.
 void Coalescer::Sleep(Lane* lane, Micros until, Lock* lock) {
   lane->sleeps = true;
+  lane->sleeps_until = until;
   if (until == kNever) {
     lane->woken.wait(*lock);
   } else {
@@ -224,22 +230,65 @@ void Coalescer::Wake() {
   }
 }
 
+// More may be due than what this thread is issuing: where that takes as long as running it, on another lane.  Else this
+// thread, or who comes next, issues that too.
+void Coalescer::WakeOthers() {
+  if (stopping_ || (policy_.any_ready() && !device_->enqueues())) Wake();
+}
+
 void Coalescer::Issue(size_t index) {
   Lane& lane = lanes_[index];
   Lock lock(mu_);
   while (!Over()) {
     AnswerCancelled(&lock);
     SettleAlone();
-    Superkernel superkernel;
     Micros wake = kNever;
-    if (HasRoom(lane) && policy_.Next(lane.kind, NowMicros(), &superkernel, &wake)) {
-      superkernel.joined ? StartJoined(index, std::move(superkernel), &lock)
-                         : Start(index, std::move(superkernel), &lock);
-    } else if (!Over()) {
+    bool issued = device_->enqueues() ? IssueOnSomeLane(&lock, &wake) : IssueDue(index, &lock, &wake);
+    if (!issued && !Over()) {
       if (alone_.id && !requests_.empty()) wake = std::min(wake, NowMicros() + kLookAgain);
       Sleep(&lane, wake, &lock);
     }
   }
+  Wake();
+}
+
+// Issues what is due on a lane, unless another thread issues there.  False when there was nothing; then *wake is when
+// to ask again, as Policy::Next gives it.
+bool Coalescer::IssueDue(size_t index, Lock* lock, Micros* wake) {
+  Lane& lane = lanes_[index];
+  Superkernel superkernel;
+  if (lane.is_issuing || !HasRoom(lane)) return false;
+  if (!policy_.Next(lane.kind, NowMicros(), &superkernel, wake)) return false;
+  lane.is_issuing = true;
+  superkernel.joined ? StartJoined(index, std::move(superkernel), lock) : Start(index, std::move(superkernel), lock);
+  lane.is_issuing = false;
+  return true;
+}
+
+// On the lane of each kind that has the least before it: what runs on lanes of their own runs side by side.
+bool Coalescer::IssueOnSomeLane(Lock* lock, Micros* wake) {
+  size_t best[3] = {SIZE_MAX, SIZE_MAX, SIZE_MAX};
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    size_t& best_here = best[static_cast<size_t>(lanes_[i].kind)];
+    if (lanes_[i].is_issuing || !HasRoom(lanes_[i])) continue;
+    if (best_here == SIZE_MAX || lanes_[i].ahead_us < lanes_[best_here].ahead_us) best_here = i;
+  }
+  for (size_t i : best) {
+    Micros when = kNever;
+    if (i != SIZE_MAX && IssueDue(i, lock, &when)) return true;
+    *wake = std::min(*wake, when);
+  }
+  return false;
+}
+
+// A caller, or who saw the end of a superkernel, issues what is due itself: no thread has to be woken for it.
+void Coalescer::IssueHere(Lock* lock) {
+  Micros wake = kNever;
+  int issued = 0;
+  while (issued < kMostHere && IssueOnSomeLane(lock, &wake)) ++issued;
+  if (!policy_.any_ready()) return;
+  auto looks = [&](const Lane& lane) { return lane.sleeps && lane.sleeps_until <= wake; };
+  if (issued < kMostHere && !alone_.id && std::any_of(lanes_.begin(), lanes_.end(), looks)) return;
   Wake();
 }
 
@@ -252,19 +301,20 @@ void Coalescer::Start(size_t index, Superkernel superkernel, Lock* lock) {
     ++m.request->under_way_;
     members.push_back(std::move(m));
   }
-  if (policy_.any_ready()) Wake();  // for another lane
+  WakeOthers();
   lock->unlock();
   Micros begin = NowMicros();
   std::unique_ptr<Device::Ticket> ticket = device_->Issue(index, &members);
   Micros end = NowMicros();
   lock->lock();
   Gone gone;
-  size_t apart = 0;
+  superkernel.launched = 0;
   for (Member& m : members) {
     policy_.Extend(&superkernel, m.request->id_, m.count);
-    apart += m.apart ? m.count : 0;
+    superkernel.launched += m.leads;
   }
-  superkernel.launched = std::max<size_t>(apart, 1);
+  if (superkernel.launched > 1) superkernel.parts.clear();  // nothing was measured of so many together
+  superkernel.launched = std::max<size_t>(superkernel.launched, 1);
   for (Member& m : members) {
     if (!ticket) --m.request->under_way_;
     if (m.failed) {
@@ -280,11 +330,12 @@ void Coalescer::Start(size_t index, Superkernel superkernel, Lock* lock) {
   } else {
     policy_.Finished(superkernel, static_cast<double>(std::max<Micros>(end - begin, 1)), end);
   }
-  Wake();
+  WakeOthers();
   Answer(&gone, lock);
 }
 
 void Coalescer::Finish(size_t index) {
+  prctl(PR_SET_TIMERSLACK, kSlackNs);
   Lane& lane = lanes_[index];
   Lock lock(mu_);
   while (true) {
@@ -315,7 +366,8 @@ void Coalescer::Finish(size_t index) {
         TakeOut(request, &gone);
       }
     }
-    Wake();
+    SettleAlone();
+    IssueHere(&lock);  // before the answers: the device may have nothing to do
     Answer(&gone, &lock);
     lock.unlock();
     done.ticket.reset();  // may give device resources back
@@ -333,7 +385,7 @@ void Coalescer::StartJoined(size_t index, Superkernel superkernel, Lock* lock) {
     requests.push_back(requests_.at(id).get());
     ++requests.back()->under_way_;
   }
-  if (policy_.any_ready()) Wake();  // for another lane
+  WakeOthers();
   lock->unlock();
   Joining how = Joining::kDone;
   Micros begin = NowMicros();
@@ -358,7 +410,7 @@ void Coalescer::StartJoined(size_t index, Superkernel superkernel, Lock* lock) {
   } else {
     Keep(index, std::move(superkernel), std::move(ticket));
   }
-  Wake();
+  WakeOthers();
   Answer(&gone, lock);
 }
 

@@ -52,7 +52,7 @@ struct Member {
   Request* request;
   size_t unit;
   size_t count = 1;    // units that were run: a device may run more than the one where nobody else is concerned
-  bool apart = false;  // it shared no launch with the others
+  bool leads = false;  // it shares its launches with members behind it, not with those before
   bool failed = false;
   std::string error;  // when failed: as Request::Done's `why`
 };
@@ -143,8 +143,10 @@ class Coalescer {
   struct Lane {
     LaneKind kind;
     std::deque<Pending> pending;
-    double ahead_us = 0;  // estimated time of what is pending
-    bool sleeps = false;  // the issuer, until it is woken
+    double ahead_us = 0;      // estimated time of what is pending
+    bool is_issuing = false;  // some thread is
+    bool sleeps = false;      // the issuer, until it is woken
+    Micros sleeps_until = 0;
     std::condition_variable woken, has_pending;
     std::thread issuer, finisher;
   };
@@ -159,6 +161,9 @@ class Coalescer {
   using Lock = std::unique_lock<std::mutex>;
 
   void Issue(size_t lane);
+  bool IssueDue(size_t lane, Lock* lock, Micros* wake);
+  bool IssueOnSomeLane(Lock* lock, Micros* wake);
+  void IssueHere(Lock* lock);
   void Finish(size_t lane);
   void Start(size_t lane, Superkernel superkernel, Lock* lock);
   void StartJoined(size_t lane, Superkernel superkernel, Lock* lock);
@@ -175,6 +180,7 @@ class Coalescer {
   bool HasRoom(const Lane& lane) const;
   void Sleep(Lane* lane, Micros until, Lock* lock);
   void Wake();
+  void WakeOthers();
   void WakeOne(Lane* lane);
   bool Idle() const { return requests_.empty() && answering_ == 0; }
   bool Over() const { return stopping_ && Idle() && pending_ == 0; }

@@ -75,7 +75,7 @@ class Runner {
       words[at + 2 * array] = reinterpret_cast<uint64_t>(p.out);
     }
     std::string error = lane_->CopyTable(words, list_->table_bytes(), lane_->main());
-    return error.empty() ? list_->Enqueue() : error;
+    return error.empty() ? list_->Enqueue(lane_->main()) : error;
   }
 
   std::string Wait() { return driver_.CtxSynchronize() ? "the device failed" : ""; }

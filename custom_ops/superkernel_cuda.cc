@@ -81,18 +81,20 @@ std::string LaneStreams::CopyTable(const void* from, size_t bytes, Stream stream
   return result ? Failed(driver_, result, "copying a superkernel's table") : "";
 }
 
-std::string LaneStreams::SideBySide(const std::vector<Work>& work) {
-  if (work.size() == 1) return work[0](streams_[0], workspaces_[0]);
+std::string LaneStreams::SideBySide(const std::vector<Work>& work, Stream stream) {
+  if (work.size() == 1) return work[0](stream, workspaces_[0]);
   size_t used = std::min(work.size(), kSides);
-  std::shared_ptr<EventTag> fork = events_->Record(streams_[0]);
+  std::shared_ptr<EventTag> fork = events_->Record(stream);
   bool good = fork != nullptr;
   for (size_t i = 1; i < used && good; ++i) good = !driver_.StreamWaitEvent(streams_[i], fork.get(), 0);
   if (!good) return "the streams of a superkernel cannot be forked";
   std::string error;
-  for (size_t i = 0; i < work.size() && error.empty(); ++i) error = work[i](streams_[i % used], workspaces_[i % used]);
+  for (size_t i = 0; i < work.size() && error.empty(); ++i) {
+    error = work[i](i % used ? streams_[i % used] : stream, workspaces_[i % used]);
+  }
   for (size_t i = 1; i < used; ++i) {  // joined after an error too: what runs must not outlive the superkernel
     std::shared_ptr<EventTag> join = events_->Record(streams_[i]);
-    if (!join || driver_.StreamWaitEvent(streams_[0], join.get(), 0)) good = false;
+    if (!join || driver_.StreamWaitEvent(stream, join.get(), 0)) good = false;
   }
   return error.empty() && !good ? "the streams of a superkernel cannot be joined" : error;
 }
@@ -117,13 +119,13 @@ size_t LaunchList::Reserve(size_t words) {
 size_t LaunchList::AddKernel(Function many, int64_t blocks, unsigned threads, int64_t shared_bytes, size_t words,
                              size_t count, std::string what) {
   size_t at = Reserve(words * count);
-  launches_.push_back([this, many, blocks, threads, shared_bytes, count, at, what = std::move(what)]() -> std::string {
+  launches_.push_back([this, many, blocks, threads, shared_bytes, count, at,
+                       what = std::move(what)](Stream stream) -> std::string {
     if (static_cast<int64_t>(count) > kMostProblems) return "a superkernel has too many problems";
     void* address = streams_.table() + at * sizeof(uint64_t);
     void* parameters[] = {&address};
-    Result result =
-        driver_.LaunchKernel(many, static_cast<unsigned>(blocks), static_cast<unsigned>(count), 1, threads, 1, 1,
-                             static_cast<unsigned>(shared_bytes), streams_.main(), parameters, nullptr);
+    Result result = driver_.LaunchKernel(many, static_cast<unsigned>(blocks), static_cast<unsigned>(count), 1, threads,
+                                         1, 1, static_cast<unsigned>(shared_bytes), stream, parameters, nullptr);
     return result ? Failed(driver_, result, "launching " + what + " for " + std::to_string(count) + " requests") : "";
   });
   return at;
@@ -155,16 +157,16 @@ std::string LaunchList::AddProducts(const std::vector<ProductShape>& shapes, con
     });
   }
   if (!error.empty()) return error;
-  launches_.push_back([this, work = std::move(work), what] {
-    std::string error = streams_.SideBySide(work);
+  launches_.push_back([this, work = std::move(work), what](Stream stream) {
+    std::string error = streams_.SideBySide(work, stream);
     return error.empty() ? error : error + " (" + what + ")";
   });
   return "";
 }
 
-std::string LaunchList::Enqueue() const {
+std::string LaunchList::Enqueue(Stream stream) const {
   std::string error;
-  for (size_t i = 0; i < launches_.size() && error.empty(); ++i) error = launches_[i]();
+  for (size_t i = 0; i < launches_.size() && error.empty(); ++i) error = launches_[i](stream);
   return error;
 }
 

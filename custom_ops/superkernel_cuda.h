@@ -54,8 +54,8 @@ class LaneStreams {
   // Sees to it that each of `count` pieces of work side by side has a workspace.  "" or the error.
   std::string AddWorkspaces(size_t count);
 
-  // Enqueues pieces of work side by side: after what main() has, before what it gets.  "" or the first error.
-  std::string SideBySide(const std::vector<Work>& work);
+  // Enqueues pieces of work side by side: after what `stream` has, before what it gets.  "" or the first error.
+  std::string SideBySide(const std::vector<Work>& work, Stream stream);
 
  private:
   LaneStreams(const Driver& driver, std::shared_ptr<EventPool> events) : driver_(driver), events_(std::move(events)) {}
@@ -111,11 +111,11 @@ class LaunchList {
 
   size_t table_bytes() const { return words_ * sizeof(uint64_t); }
 
-  // Enqueues all launches on the lane's main stream.  "" or what failed.
-  std::string Enqueue() const;
+  // Enqueues all launches on a stream.  "" or what failed.
+  std::string Enqueue(Stream stream) const;
 
  private:
-  using Launch = std::function<std::string()>;
+  using Launch = std::function<std::string(Stream)>;
 
   size_t Reserve(size_t words);
 

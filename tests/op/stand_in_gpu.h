@@ -159,15 +159,19 @@ FunctionTag g_copy_pieces{sizeof(Piece) / 8, true, Copy};
 bool g_with_many = true;
 std::atomic<bool> g_has_memory{true};
 std::atomic<bool> g_copies{true};  // false: launches of ts_copy_pieces fail
-// Where the device has a clock: a launch, each further problem in it, and what the first launch for a number of
-// problems takes on top (a driver loads code then).
+// Where the device has a clock: a launch, and each further problem in it; then what the host waits for at the first
+// launch for a number of problems (a driver loads code).
 double g_launch_us = 0, g_problem_us = 0, g_first_us = 0;
 
 double Lasts(size_t problems, bool packed) {
   static std::set<size_t> known;  // under the device's lock
-  std::lock_guard<std::mutex> lock(g_gpu->mu);
-  bool first = packed && known.insert(problems).second;
-  return g_launch_us + g_problem_us * static_cast<double>(problems - 1) + (first ? g_first_us : 0);
+  bool first = false;
+  {
+    std::lock_guard<std::mutex> lock(g_gpu->mu);
+    first = packed && known.insert(problems).second;
+  }
+  if (first) std::this_thread::sleep_for(std::chrono::nanoseconds(static_cast<int64_t>(g_first_us * 1000)));
+  return g_launch_us + g_problem_us * static_cast<double>(problems - 1);
 }
 
 // What a launch with these parameters runs.
