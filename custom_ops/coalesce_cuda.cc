@@ -234,7 +234,7 @@ bool CudaDevice::ReplayAlone(const CudaRequest& request, cuda::Stream stream, Un
   const CudaWork& work = *request.cuda_work;
   if (!work.worth_packing || work.work->units.size() > 1) return false;
   std::vector<CudaRequest*> one{const_cast<CudaRequest*>(&request)};
-  std::shared_ptr<const Pack> pack = PackFor(one, 0, &callers_);
+  std::shared_ptr<const Pack> pack = PackFor(request, 0, 1, &callers_);
   if (!pack || !CopyTable(one, *pack, callers_.streams.get(), stream, under_way)) return false;
   *error = pack->Run(stream);
   return true;
@@ -306,39 +306,35 @@ std::string CudaDevice::EnqueueUnit(std::vector<Member>* members, Lane* lane, Un
   std::vector<CudaRequest*> left;
   for (Member& m : *members) left.push_back(static_cast<CudaRequest*>(m.request));
   size_t unit = members->front().unit;
+  std::shared_ptr<const Pack> pack = PackFor(*left[0], unit, left.size(), lane);
   std::string error;
   while (!left.empty() && error.empty()) {
     (*members)[members->size() - left.size()].leads = true;
-    size_t taken = EnqueuePack(left, unit, lane, under_way, &error);
-    if (!taken && error.empty()) taken = 1, error = EnqueueApart(*left[0], unit, lane);
-    left.erase(left.begin(), left.begin() + static_cast<std::ptrdiff_t>(taken));
+    if (pack && pack->count() > left.size()) pack = lane->packs.Find(left[0]->work->units[unit].cluster, left.size());
+    auto end = left.begin() + static_cast<std::ptrdiff_t>(pack ? pack->count() : 1);
+    std::vector<CudaRequest*> first(left.begin(), end);
+    cuda::Stream stream = lane->streams->main();
+    if (pack && CopyTable(first, *pack, lane->streams.get(), stream, under_way)) {
+      error = pack->Run(stream);
+    } else {
+      pack = nullptr;
+      end = left.begin() + 1;
+      error = EnqueueApart(*left[0], unit, lane);
+    }
+    left.erase(left.begin(), end);
   }
   return error;
 }
 
-// The first of these requests, as many as there is a pack for; returns their number.
-size_t CudaDevice::EnqueuePack(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane, UnderWay* under_way,
-                               std::string* error) {
-  std::shared_ptr<const Pack> pack = PackFor(requests, unit, lane);
-  if (!pack) return 0;
-  std::vector<CudaRequest*> first(requests.begin(), requests.begin() + static_cast<std::ptrdiff_t>(pack->count()));
-  cuda::Stream stream = lane->streams->main();
-  if (!CopyTable(first, *pack, lane->streams.get(), stream, under_way)) return 0;
-  *error = pack->Run(stream);
-  return error->empty() ? first.size() : 0;
-}
-
 // The lane's pack for so many requests, or for the most of them that there is one for; null when there is none.  What
 // is missing is made for the next time.
-std::shared_ptr<const Pack> CudaDevice::PackFor(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane) {
-  size_t count = requests.size();
-  uint64_t cluster = requests[0]->work->units[unit].cluster;
-  std::shared_ptr<const Pack> found = lane->packs.Find(cluster, count);
+std::shared_ptr<const Pack> CudaDevice::PackFor(const CudaRequest& request, size_t unit, size_t count, Lane* lane) {
+  std::shared_ptr<const Pack> found = lane->packs.Find(request.work->units[unit].cluster, count);
   if (found && found->count() == count) return found;
-  OrderPack(*requests[0], unit, count, lane);
+  OrderPack(request, unit, count, lane);
   if (!found) {  // others are made of these meanwhile
     for (size_t few : {4, 2, 1}) {
-      if (few < count) OrderPack(*requests[0], unit, few, lane);
+      if (few < count) OrderPack(request, unit, few, lane);
     }
   }
   return found;

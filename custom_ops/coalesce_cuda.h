@@ -102,9 +102,7 @@ class CudaDevice : public Device {
   std::string Enqueue(Lane* lane, std::vector<Member>* members, UnderWay* under_way);
   static std::string EnqueueWhole(Lane* lane, Member* member);
   std::string EnqueueUnit(std::vector<Member>* members, Lane* lane, UnderWay* under_way);
-  size_t EnqueuePack(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane, UnderWay* under_way,
-                     std::string* error);
-  std::shared_ptr<const Pack> PackFor(const std::vector<CudaRequest*>& requests, size_t unit, Lane* lane);
+  std::shared_ptr<const Pack> PackFor(const CudaRequest& request, size_t unit, size_t count, Lane* lane);
   void OrderPack(const CudaRequest& request, size_t unit, size_t count, Lane* lane);
   bool CopyTable(const std::vector<CudaRequest*>& requests, const Pack& pack, cuda::LaneStreams* lane,
                  cuda::Stream stream, UnderWay* under_way);

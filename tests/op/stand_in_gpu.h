@@ -120,7 +120,8 @@ class Gpu {
     while (true) {
       std::vector<Stream> ready;
       Time next = Time::max();
-      for (Stream s : streams) {
+      for (size_t i = 0, first = rng_(); i < streams.size(); ++i) {  // whoever is asked first may start first
+        Stream s = streams[(first + i) % streams.size()];
         if (s->ops.empty()) continue;
         if (Ended(s)) ready.push_back(s);
         if (s->busy_until != Time{}) next = std::min(next, s->busy_until);
@@ -160,8 +161,9 @@ bool g_with_many = true;
 std::atomic<bool> g_has_memory{true};
 std::atomic<bool> g_copies{true};  // false: launches of ts_copy_pieces fail
 // Where the device has a clock: a launch, and each further problem in it; then what the host waits for at the first
-// launch for a number of problems (a driver loads code).
+// launch for a number of problems (a driver loads code), and which threads did.
 double g_launch_us = 0, g_problem_us = 0, g_first_us = 0;
+std::set<std::thread::id> g_loaders;
 
 double Lasts(size_t problems, bool packed) {
   static std::set<size_t> known;  // under the device's lock
@@ -169,6 +171,7 @@ double Lasts(size_t problems, bool packed) {
   {
     std::lock_guard<std::mutex> lock(g_gpu->mu);
     first = packed && known.insert(problems).second;
+    if (first) g_loaders.insert(std::this_thread::get_id());
   }
   if (first) std::this_thread::sleep_for(std::chrono::nanoseconds(static_cast<int64_t>(g_first_us * 1000)));
   return g_launch_us + g_problem_us * static_cast<double>(problems - 1);

@@ -98,11 +98,12 @@ def test_joined_requests_on_a_gpu(sanitizer, build, tmp_path):
 
 @pytest.mark.parametrize("sanitizer", [None, *SANITIZERS])
 def test_clients_of_a_gpu_share_superkernels(sanitizer, build, tmp_path):
-    """Sixteen clients, four tenants, two models, on a device that is slow at first and takes time."""
+    """Sixteen clients, four tenants, two models, on a device that takes time.  What is done once for a number of
+    requests (code is loaded, a graph is made) is done by a thread that nobody waits for."""
     binary = build("tests/op/coalesce_cuda_load.cc", CUDA, sanitizer)
     done = subprocess.run([binary, "16", *map(str, drawn(tmp_path, 2))], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     problems, packed_us, apart_us, packed_ns, alone_ns = map(float, re.findall(r"[\d.]+", done.stdout))
-    assert problems > 2 and packed_us < apart_us
+    assert problems > 1.5 and packed_us < apart_us
     if not sanitizer:
         assert packed_ns < alone_ns / 2
