@@ -13,13 +13,17 @@
 namespace tf_stitch {
 namespace {
 
-constexpr size_t kMinLaunches = 3;           // fewer are launched as fast one by one
-constexpr size_t kSeen = 16;                 // sets of addresses remembered for when they come again
-constexpr int kMissesBeforeUpdates = 4;      // addresses that never come again get graphs too
-constexpr size_t kLongestLabel = 400;        // of a launch in the profiler, about
-constexpr int64_t kMaxGraphNodes = 1 << 16;  // of all graphs in the process: a node takes about a kilobyte
+constexpr size_t kMinLaunches = 3;                     // fewer are launched as fast one by one
+constexpr size_t kSeen = 16;                           // sets of addresses remembered for when they come again
+constexpr int kMissesBeforeUpdates = 4;                // addresses that never come again get graphs too
+constexpr size_t kLongestLabel = 400;                  // of a launch in the profiler, about
+constexpr int64_t kMaxGraphNodes = 1 << 16;            // of all graphs in the process: a node takes about a kilobyte
+constexpr size_t kArenas = 4;                          // of a plan: a graph that has one is soon given other addresses
+constexpr int64_t kMostOwnBytes = int64_t{64} << 20;   // of an arena that graphs have copies of
+constexpr int64_t kMostArenaBytes = int64_t{1} << 29;  // of all of them in the process
 
 std::atomic<int64_t> g_graph_nodes{0};
+std::atomic<int64_t> g_arena_bytes{0};
 
 size_t HashOf(const std::vector<void*>& addresses) {
   uint64_t h = kHashOfNothing;
@@ -46,6 +50,8 @@ CudaPlan::CudaPlan(const Program& program, const Plan& plan, std::shared_ptr<Cud
   }
   PlaceWorkspace();
   graphs_ = graphs_ && (launches_.size() >= kMinLaunches || counter_bytes_);
+  bool calls = std::any_of(launches_.begin(), launches_.end(), [](const Launch& l) { return l.library != nullptr; });
+  owns_arenas_ = calls && OwnBytes() > 0 && OwnBytes() <= kMostOwnBytes;
 }
 
 CudaPlan::~CudaPlan() {
@@ -54,8 +60,13 @@ CudaPlan::~CudaPlan() {
   cuda::ScopedContext scope(driver, code_->context());
   g_graph_nodes -= static_cast<int64_t>(instances_.size() * nodes_.size());
   if (!scope.ok()) return;
-  for (Instance& i : instances_) driver.GraphExecDestroy(i.exec);  // one that still runs is freed when it ends
+  std::vector<void*> arenas;
+  for (Instance& i : instances_) {
+    driver.GraphExecDestroy(i.exec);  // one that still runs is freed when it ends
+    if (i.arena) arenas.push_back(i.arena);
+  }
   driver.GraphDestroy(graph_);
+  GiveBack(arenas);
 }
 
 // --- made once ---------------------------------------------------------------------------------------
@@ -259,12 +270,11 @@ std::string CudaPlan::Run(void* const* memory, void* workspace, cuda::Stream str
   if (!graphs || !graphs_ || observe || driver.StreamIsCapturing(stream, &capturing) || capturing) {
     return LaunchAll(memory, workspace, stream, observe);
   }
-  std::vector<void*> addresses = Addresses(memory, workspace);
   {
     std::lock_guard<std::mutex> lock(mu_);
     bool usable = false;
     // A run that waited for the lock may find that another one has given up, and half a graph left by it.
-    std::string error = graphs_ ? Readdress(addresses, &usable) : "";
+    std::string error = graphs_ ? Readdress(Addresses(memory, workspace), &usable) : "";
     if (!error.empty()) {  // graphs are only an optimisation: without them all still works
       graphs_ = false;
       usable = false;
@@ -290,17 +300,49 @@ bool CudaPlan::has_graphs() {
 
 // --- graphs ------------------------------------------------------------------------------------------
 
-// What tells runs apart: the address of every buffer, then the workspace's.
+// What tells runs apart: the address of every buffer, then the workspace's; null where graphs have their own.
 std::vector<void*> CudaPlan::Addresses(void* const* memory, void* workspace) const {
   std::vector<void*> addresses(memory, memory + program_.buffers.size());
   addresses.push_back(workspace);
+  return owns_arenas_ ? PlacedIn(nullptr, std::move(addresses)) : addresses;
+}
+
+// With what is the arena's, and the workspace, in this one; null: nowhere.
+std::vector<void*> CudaPlan::PlacedIn(void* arena, std::vector<void*> addresses) const {
+  auto at = [&](int64_t offset) { return arena ? static_cast<char*>(arena) + offset : nullptr; };
+  for (size_t i = 0; i < program_.buffers.size(); ++i) {
+    if (program_.buffers[i].backing == Backing::kArena) addresses[i] = at(plan_.arena_offset[i]);
+  }
+  addresses.back() = workspace_bytes_ ? at(plan_.arena_bytes) : nullptr;
   return addresses;
 }
 
+// Memory for one more instance; null when there are enough of them, or no memory.
+void* CudaPlan::TakeArena() {
+  if (instances_.size() >= kArenas) return nullptr;
+  void* arena = nullptr;
+  cuda::RelaxedCapture relaxed(code_->driver());
+  bool fits = (g_arena_bytes += OwnBytes()) <= kMostArenaBytes;
+  if (!fits || code_->driver().MemAlloc(&arena, static_cast<size_t>(OwnBytes()))) {
+    g_arena_bytes -= OwnBytes();
+    return nullptr;
+  }
+  return arena;
+}
+
+// Graphs that use them may still run.
+void CudaPlan::GiveBack(const std::vector<void*>& arenas) {
+  if (arenas.empty()) return;
+  cuda::RelaxedCapture relaxed(code_->driver());
+  code_->driver().CtxSynchronize();
+  for (void* arena : arenas) code_->driver().MemFree(arena);
+  g_arena_bytes -= OwnBytes() * static_cast<int64_t>(arenas.size());
+}
+
 // The instance with these addresses, which comes to the front; null when there is none.
-CudaPlan::Instance* CudaPlan::Find(const std::vector<void*>& memory) {
+CudaPlan::Instance* CudaPlan::Find(const std::vector<void*>& addresses) {
   auto found =
-      std::find_if(instances_.begin(), instances_.end(), [&](const Instance& i) { return i.memory == memory; });
+      std::find_if(instances_.begin(), instances_.end(), [&](const Instance& i) { return i.addresses == addresses; });
   if (found == instances_.end()) return nullptr;
   misses_ = 0;
   instances_.splice(instances_.begin(), instances_, found);
@@ -315,10 +357,10 @@ std::string CudaPlan::LaunchFront(cuda::Stream stream) {
 
 // Brings the instance with these addresses to the front of instances_; leaves `usable` false when it is better to
 // launch without a graph this time.
-std::string CudaPlan::Readdress(const std::vector<void*>& memory, bool* usable) {
+std::string CudaPlan::Readdress(const std::vector<void*>& addresses, bool* usable) {
   *usable = true;
-  if (Find(memory)) return "";
-  size_t hash = HashOf(memory);
+  if (Find(addresses)) return "";
+  size_t hash = HashOf(addresses);
   bool again = std::find(seen_.begin(), seen_.end(), hash) != seen_.end();
   if (!again && ++misses_ <= kMissesBeforeUpdates) {
     if (seen_.size() == kSeen) seen_.erase(seen_.begin());
@@ -326,19 +368,18 @@ std::string CudaPlan::Readdress(const std::vector<void*>& memory, bool* usable) 
     *usable = false;
     return "";
   }
-  if (!graph_) {
-    std::string error = MakeGraph(memory);
-    if (!error.empty()) return error;
-  }
-  bool full = instances_.size() >= kInstances || g_graph_nodes + static_cast<int64_t>(nodes_.size()) > kMaxGraphNodes;
-  if (!full) return NewInstance(memory);
+  bool full =
+      instances_.size() >= kInstances || g_graph_nodes + static_cast<int64_t>(launches_.size()) > kMaxGraphNodes;
+  void* arena = owns_arenas_ && !full ? TakeArena() : nullptr;
+  if (!full && (arena || !owns_arenas_)) return NewInstance(addresses, arena);
   if (instances_.empty()) {
+    owns_arenas_ = owns_arenas_ && full;  // there is no memory for one: the next runs make graphs without
     *usable = false;
     return "";
   }
   instances_.splice(instances_.begin(), instances_, std::prev(instances_.end()));
   ++GlobalCounters().graph_updates;
-  return Update(&instances_.front(), memory, /*fresh=*/false);
+  return Update(&instances_.front(), addresses, /*fresh=*/false);
 }
 
 bool CudaPlan::Overlap(uint32_t x, uint32_t y) const {
@@ -432,21 +473,27 @@ std::string CudaPlan::MakeGraph(const std::vector<void*>& memory) {
 }
 
 // An instance of graph_ for these addresses, at the front.
-std::string CudaPlan::NewInstance(const std::vector<void*>& memory) {
+std::string CudaPlan::NewInstance(const std::vector<void*>& addresses, void* arena) {
   const cuda::Driver& driver = code_->driver();
+  std::string error = graph_ ? "" : MakeGraph(arena ? PlacedIn(arena, addresses) : addresses);
   cuda::GraphExec exec = nullptr;
-  cuda::Result result = driver.GraphInstantiate(&exec, graph_, 0);
-  if (result) return cuda::Failed(driver, result, "instantiating a graph");
+  cuda::Result result = error.empty() ? driver.GraphInstantiate(&exec, graph_, 0) : cuda::kSuccess;
+  if (result) error = cuda::Failed(driver, result, "instantiating a graph");
+  if (!error.empty()) {
+    if (arena) GiveBack({arena});
+    return error;
+  }
   g_graph_nodes += static_cast<int64_t>(nodes_.size());
   ++GlobalCounters().graph_instances;
-  instances_.push_front({graph_memory_, exec, instances_.size()});
-  return Update(&instances_.front(), memory, /*fresh=*/true);
+  instances_.push_front({{}, graph_memory_, exec, instances_.size(), arena});
+  return Update(&instances_.front(), addresses, /*fresh=*/true);
 }
 
 // Gives the nodes of an instance other addresses; those of a fresh one have slot 0's counters.  Launches that were
 // enqueued before keep theirs.
-std::string CudaPlan::Update(Instance* instance, const std::vector<void*>& memory, bool fresh) {
+std::string CudaPlan::Update(Instance* instance, const std::vector<void*>& addresses, bool fresh) {
   const cuda::Driver& driver = code_->driver();
+  std::vector<void*> memory = instance->arena ? PlacedIn(instance->arena, addresses) : addresses;
   std::vector<uint64_t> words = Words(memory.data(), memory.back(), instance->slot);
   bool workspace_moved = instance->memory.back() != memory.back();
   for (size_t i = 0; i < launches_.size(); ++i) {
@@ -473,7 +520,8 @@ std::string CudaPlan::Update(Instance* instance, const std::vector<void*>& memor
     }
     if (result) return cuda::Failed(driver, result, "updating the node of " + Where(l));
   }
-  instance->memory = memory;
+  instance->addresses = addresses;
+  instance->memory = std::move(memory);
   return "";
 }
 

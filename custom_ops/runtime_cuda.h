@@ -67,6 +67,11 @@ class CudaCode {
 // addresses, so most runs find a graph that is ready.  Addresses that come for the first time are launched without a
 // graph; when they come again a graph is made, or, once there are many, the least recently used graph gets them.  The
 // order of a graph's nodes follows from the buffers that the steps read and write.
+//
+// A library call has to be recorded anew to get other addresses, which costs some 50 us each.  So, where there are any,
+// a graph has an arena of its own, within bounds: what lies between steps stays where it is, and only calls that read
+// an input or write an output of the program ever move.  Launches of one graph run one after the other, on whichever
+// streams, so its arena is never used twice at a time.
 class CudaPlan : public PlanExtra {
  public:
   // Is told of a launch outside of graphs: what it runs when it starts, null when it has been made.
@@ -119,9 +124,11 @@ class CudaPlan : public PlanExtra {
     size_t workspace_bytes() const { return library ? library->workspace_bytes() : 0; }
   };
   struct Instance {
-    std::vector<void*> memory;  // what its nodes hold; the workspace is last
+    std::vector<void*> addresses;  // that it is for, as Addresses() gives them
+    std::vector<void*> memory;     // what its nodes hold; the workspace is last
     cuda::GraphExec exec;
     size_t slot;  // its counters
+    void* arena;  // null: it has none of its own
   };
   static constexpr size_t kInstances = 8;
   static constexpr size_t kNoSlot = kInstances;
@@ -143,12 +150,16 @@ class CudaPlan : public PlanExtra {
   std::string LaunchAll(void* const* memory, void* workspace, cuda::Stream stream, const Observe* observe) const;
 
   std::vector<void*> Addresses(void* const* memory, void* workspace) const;
-  Instance* Find(const std::vector<void*>& memory);
+  int64_t OwnBytes() const { return plan_.arena_bytes + workspace_bytes_; }
+  std::vector<void*> PlacedIn(void* arena, std::vector<void*> addresses) const;
+  void* TakeArena();
+  void GiveBack(const std::vector<void*>& arenas);
+  Instance* Find(const std::vector<void*>& addresses);
   std::string LaunchFront(cuda::Stream stream);
   std::string MakeGraph(const std::vector<void*>& memory);
-  std::string NewInstance(const std::vector<void*>& memory);
-  std::string Update(Instance* instance, const std::vector<void*>& memory, bool fresh);
-  std::string Readdress(const std::vector<void*>& memory, bool* usable);
+  std::string NewInstance(const std::vector<void*>& addresses, void* arena);
+  std::string Update(Instance* instance, const std::vector<void*>& addresses, bool fresh);
+  std::string Readdress(const std::vector<void*>& addresses, bool* usable);
   std::string Where(const Launch& launch) const;
   std::string Label(const Launch& launch) const;
 
@@ -163,7 +174,8 @@ class CudaPlan : public PlanExtra {
   int64_t counters_at_ = 0, counter_bytes_ = 0;  // in the workspace: the counters of a run outside of graphs
   std::atomic<bool> graphs_{true};
 
-  std::mutex mu_;  // of what follows
+  std::mutex mu_;             // of what follows
+  bool owns_arenas_ = false;  // instances do
   cuda::Graph graph_ = nullptr;
   std::vector<void*> graph_memory_;     // what its nodes hold
   std::vector<cuda::GraphNode> nodes_;  // by launch

@@ -52,7 +52,9 @@ namespace {
 
 std::mutex g_mu;
 std::mt19937_64 g_rng;
-int g_alive = 0;                         // graphs, instances and streams that nobody destroyed
+int g_alive = 0;                         // graphs, instances, streams and memory that nobody gave back
+std::atomic<int> g_captures{0};          // calls of the library that were recorded
+std::atomic<bool> g_has_memory{true};    // for graphs' arenas
 std::atomic<int> g_good_calls{INT_MAX};  // until one that makes or changes a graph fails
 
 // A call that fails takes its time, so that other threads wait for what it is part of.
@@ -203,16 +205,18 @@ Driver Make() {
     return Enqueue(stream, std::move(node)), 0;
   };
   d.OccupancyMaxActiveBlocksPerMultiprocessor = [](int* n, Function, int, size_t) { return *n = 2, 0; };
-  d.MemAlloc = [](void** p, size_t bytes) { return *p = malloc(bytes), ++g_alive, 0; };
+  d.MemAlloc = [](void** p, size_t bytes) {
+    if (!g_has_memory) return 2;
+    return *p = malloc(bytes), ++g_alive, 0;
+  };
   d.MemFree = [](void* p) { return free(p), --g_alive, 0; };
   d.MemcpyHtoDAsync = [](void* to, const void* from, size_t bytes, Stream) { return memcpy(to, from, bytes), 0; };
   d.MemsetD8Async = [](void* to, unsigned char value, size_t bytes, Stream) { return memset(to, value, bytes), 0; };
   d.StreamSynchronize = [](Stream) { return 0; };
-  d.ThreadExchangeStreamCaptureMode = [](int*) { return 0; };
   d.StreamCreate = [](Stream* s, unsigned) { return *s = new StreamTag, ++g_alive, 0; };
   d.StreamDestroy = [](Stream s) { return delete s, --g_alive, 0; };
   d.StreamIsCapturing = [](Stream s, int* out) { return *out = s->captured != nullptr, 0; };
-  d.StreamBeginCapture = [](Stream s, int) { return s->captured = new GraphTag, ++g_alive, 0; };
+  d.StreamBeginCapture = [](Stream s, int) { return s->captured = new GraphTag, ++g_captures, ++g_alive, 0; };
   d.StreamEndCapture = [](Stream s, Graph* g) { return *g = s->captured, s->captured = nullptr, 0; };
   d.GraphCreate = [](Graph* g, unsigned) { return *g = new GraphTag, ++g_alive, 0; };
   d.GraphDestroy = [](Graph g) { return delete g, --g_alive, 0; };
@@ -328,11 +332,45 @@ void CheckFailures(const Program& program, const Plan& plan, const std::shared_p
   cuda::g_good_calls = INT_MAX;
 }
 
+// Addresses that never come again: only library calls that touch inputs or outputs are recorded anew, unless there is
+// no memory for graphs' own arenas.  Returns the calls recorded per update, of all updates.
+double CheckCaptures(const Program& program, const Plan& plan, const std::shared_ptr<CudaCode>& code, bool has_memory) {
+  cuda::g_has_memory = has_memory;
+  CudaPlan ready(program, plan, code, false, false);
+  int outside = 0, all = 0;
+  for (size_t i = 0; i < ready.launches(); ++i) {
+    const Step& s = program.steps[ready.step(i)];
+    if (s.kind != Step::Kind::kLibrary) continue;
+    ++all;
+    outside += std::any_of(s.buffers.begin(), s.buffers.end(),
+                           [&](uint32_t id) { return program.buffers[id].backing != Backing::kArena; });
+  }
+  cuda::StreamTag stream;
+  std::vector<std::unique_ptr<Memory>> memories;
+  int before = 0;
+  int64_t updates = 0;
+  for (int run = 0; run < 60; ++run) {
+    if (run == 30) before = cuda::g_captures, updates = GlobalCounters().graph_updates;
+    memories.push_back(std::make_unique<Memory>(program, plan, ready));
+    std::string note;
+    Must(
+        ready.Run(memories.back()->addresses.data(), memories.back()->workspace, &stream, true, nullptr, &note).empty(),
+        "a run fails");
+  }
+  int captures = cuda::g_captures - before;
+  updates = GlobalCounters().graph_updates - updates;
+  Must(!ready.has_graphs() || updates == 30, "graphs get no other addresses");
+  Must(captures == updates * (has_memory ? outside : all), "library calls are recorded anew that have not moved");
+  cuda::g_has_memory = true;
+  return updates ? static_cast<double>(captures) / static_cast<double>(updates) : 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   uint64_t seed = strtoull(argv[1], nullptr, 10);
-  int64_t saved = 0;  // launches, by grids
+  int64_t saved = 0;                    // launches, by grids
+  double moved = 0, moved_without = 0;  // library calls, with arenas of graphs and without
   for (int i = 2; i < argc; ++i) {
     Loaded loaded;
     loaded.Load(argv[i]);
@@ -344,9 +382,12 @@ int main(int argc, char** argv) {
                static_cast<int64_t>(ready->launches());
       Must(CheckThreads(program, *plan, ready, seed) == 0, "graphs were given up");
       if (n == 3) CheckFailures(program, *plan, loaded.code, seed);
+      if (n == 3) moved += CheckCaptures(program, *plan, loaded.code, true);
+      if (n == 3) moved_without += CheckCaptures(program, *plan, loaded.code, false);
     }
   }
-  Must(cuda::g_alive == 0, "graphs or streams are left over");
+  Must(cuda::g_alive == 0, "graphs, streams or memory are left over");
+  Must(moved < moved_without / 2, "graphs have no arenas of their own");
   const Counters& c = GlobalCounters();
   printf("%lld launched, %lld made, %lld updated, %lld saved\n", static_cast<long long>(c.graph_launches),
          static_cast<long long>(c.graph_instances), static_cast<long long>(c.graph_updates),

@@ -62,6 +62,7 @@ Driver DriverOfOneDevice() {
   d.ModuleUnload = [](Module) { return 0; };
   d.FuncGetAttribute = [](int* value, int, Function) { return *value = 0, 0; };
   d.FuncSetAttribute = [](Function, int, int) { return 0; };
+  d.ThreadExchangeStreamCaptureMode = [](int*) { return 0; };
   return d;
 }
 

@@ -51,6 +51,7 @@ struct GraphTag {
 };
 struct GraphExecTag {
   std::vector<Op> ops;
+  std::shared_ptr<EventTag> ran = std::make_shared<EventTag>();  // its last launch: launches of it wait for each other
 };
 struct StreamTag {
   std::deque<Op> ops;
@@ -255,7 +256,10 @@ Op Together(Graph child) {
 Result Replay(GraphExec exec, Stream stream) {
   ++g_gpu->replays;
   std::lock_guard<std::mutex> lock(g_gpu->mu);
+  std::shared_ptr<EventTag> ran = exec->ran;
+  if (ran->asked) stream->ops.push_back({nullptr, 0, ran.get(), ran->asked});
   stream->ops.insert(stream->ops.end(), exec->ops.begin(), exec->ops.end());
+  stream->ops.push_back({[ran, count = ++ran->asked] { ran->happened.insert(count); }});
   return g_gpu->changed.notify_all(), 0;
 }
 
