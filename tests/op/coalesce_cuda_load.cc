@@ -30,7 +30,7 @@ class Client {
       std::shared_ptr<Answered> run = Draw();
       run->Upload(stream_);
       run->inputs = device.Record(stream_);
-      Coalescer::Taken taken = coalescer->Submit(run, /*may_run=*/true);
+      Coalescer::Taken taken = coalescer->Submit(run, Coalescer::MayRun::kWhenIdle);
       Must(taken != Coalescer::Taken::kStopped, "the coalescer has stopped");
       if (taken == Coalescer::Taken::kAlone) RunAlone(coalescer, &device, run.get());
       std::unique_lock<std::mutex> lock(run->mu);
