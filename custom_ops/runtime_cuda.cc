@@ -19,8 +19,8 @@ constexpr int kMissesBeforeUpdates = 4;                // addresses that never c
 constexpr size_t kLongestLabel = 400;                  // of a launch in the profiler, about
 constexpr int64_t kMaxGraphNodes = 1 << 16;            // of all graphs in the process: a node takes about a kilobyte
 constexpr size_t kArenas = 4;                          // of a plan: a graph that has one is soon given other addresses
-constexpr int64_t kMostOwnBytes = int64_t{64} << 20;   // of an arena that graphs have copies of
-constexpr int64_t kMostArenaBytes = int64_t{1} << 29;  // of all of them in the process
+constexpr int64_t kMostOwnBytes = int64_t{32} << 20;   // of an arena that graphs have copies of
+constexpr int64_t kMostArenaBytes = int64_t{1} << 28;  // of all of them in the process
 
 std::atomic<int64_t> g_graph_nodes{0};
 std::atomic<int64_t> g_arena_bytes{0};
