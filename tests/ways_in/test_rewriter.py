@@ -341,7 +341,7 @@ def test_a_failing_import_leaves_just_that_node(monkeypatch):
 
 
 def test_a_bug_in_a_pass_leaves_the_cluster(monkeypatch):
-    def broken(graph, target):
+    def broken(graph, target, begin):
         raise ZeroDivisionError("oops")
 
     monkeypatch.setattr(compiler, "build_program", broken)
