@@ -7,6 +7,7 @@ from . import (  # noqa: F401  (they fill the tables)
     image,
     math,
     nn,
+    quantise,
     reduction,
     shape,
     transposed,
