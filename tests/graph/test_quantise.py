@@ -23,8 +23,8 @@ def test_ranges_in_attributes_and_tensors():
     cases = []
     for (bits, narrow), (low, high) in itertools.product(BITS, RANGES):
         how = {"num_bits": bits, "narrow_range": narrow}
-        cases.append(case(lambda x, a=low, b=high, k=how: quant.fake_quant_with_min_max_args(x, a, b, **k), values(40, 9),
-                          unknown=[0], elementwise=True))
+        cases.append(case(lambda x, a=low, b=high, k=how: quant.fake_quant_with_min_max_args(x, a, b, **k),
+                          values(40, 9), unknown=[0], elementwise=True))
         cases.append(case(lambda x, a, b, k=how: quant.fake_quant_with_min_max_vars(x, a, b, **k), values(40, 9),
                           np.float32(low), np.float32(high), unknown=[], elementwise=True))
     cases.append(case(quant.fake_quant_with_min_max_vars, values(3, 4), np.float32(0), np.float32(0)))
