@@ -19,7 +19,7 @@ import tf_stitch
 from tf_stitch import warmup
 from tf_stitch.errors import OptionError, SavedModelError
 from tf_stitch.saved_model import read
-from tf_stitch.serving import scheduler
+from tf_stitch.serving import garbage, scheduler
 from tf_stitch.serving.dispatcher import Dispatcher
 from tf_stitch.serving.graphs import place, shorten
 from tf_stitch.serving.model import ALIGNMENT, LARGE, _aligned
@@ -647,7 +647,8 @@ def test_dropped_session_gives_back_its_threads():
 
 # --- devices ----------------------------------------------------------------------------------------
 
-def test_collections_are_short_while_a_session_serves():
+def test_collections_are_short_while_a_session_serves(monkeypatch):
+    monkeypatch.setattr(garbage, "INTERVAL_S", 0.0)
     with tf_stitch.StitchSession(coalesce=False, threads=2, options=NATIVE) as session:
         session.add("a", scaled(2.0))
         graphs = [weakref.ref(session._tenants["a"].model.graph)]

@@ -172,7 +172,7 @@ class StitchSession:
                 undo.pop_all()
         finally:
             self._adding.discard(name)
-        garbage.settle(len(self._tenants))
+        garbage.settle()
 
     def swap(self, name: str, model: str | os.PathLike[str] | Callable[..., Any], *, signature: str | None = None,
              stitch: bool = True, verify: bool = True, input_signature: Sequence[tf.TensorSpec] | None = None,
@@ -189,7 +189,7 @@ class StitchSession:
             if not self._dispatcher.swap(tenant, loaded):
                 loaded.close()
                 raise OptionError(f"Tenant '{name}' was removed meanwhile.")
-        garbage.settle(len(self._tenants))
+        garbage.settle()
 
     def remove(self, name: str, timeout_s: float | None = None) -> bool:
         """Takes no further requests of a tenant, waits for those that it has, and forgets it.
@@ -202,7 +202,7 @@ class StitchSession:
         done = self._dispatcher.remove(tenant, timeout_s)
         if self.coalesce:
             scheduler.remove_tenant(tenant.key)
-        garbage.settle(len(self._tenants))
+        garbage.settle()
         return done
 
     @property
