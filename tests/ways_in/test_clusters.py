@@ -306,6 +306,18 @@ def test_loop_bodies_do_not_mix_with_what_is_outside():
     assert any({"z", "z2"} <= m for m in members(found))
 
 
+@pytest.mark.parametrize("target", ["host", "cuda:sm_90"])
+def test_what_a_loop_reads_is_not_one_with_what_waits_for_the_loop(target):
+    """The only way from ``w2`` to the loop's end is around the back edge; one op for both would wait for itself."""
+    infos = [replace(i, inputs=(*i.inputs, ("ew", 0))) if i.name == "b" else i for i in loop()]
+    infos.append(node("ew", "w2x", op="Enter", frame_name="loop", why="control flow", computes=False))
+    infos += [node("wx", "x"), node("w2x", "wx"), node("y", "z2", "w2x"), node("y2", "y")]
+    found = find(infos, Options(target=target), read=[("y2", 0), ("w2", 0)])
+    before = {"wx", "w2x"}
+    assert any(before <= m for m in members(found))
+    assert not any(m & before and m & {"z", "z2", "y", "y2"} for m in members(found))
+
+
 # --- random graphs -----------------------------------------------------------------------------------
 
 @st.composite

@@ -30,7 +30,7 @@ from typing import Any
 from ..ir.dtypes import DTYPES
 from ..options import Options
 from . import devices, lower
-from .control import CONTROL_FLOW, ENTER, NEXT, Context, Flow, contexts, is_back_edge
+from .control import CONTROL_FLOW, ENTER, EXIT, MERGE, NEXT, SWITCH, Context, Flow, contexts, is_back_edge
 from .view import GraphView, NodeView, op_def
 
 Tensor = tuple[str, int]
@@ -254,13 +254,15 @@ class _Net:
     context: dict[str, Context] = field(init=False)
     chain: set[str] = field(init=False)      # shape arithmetic above Shape ops
     member: set[str] = field(init=False)
+    turns: dict[str, tuple[str, ...]] = field(init=False)   # of a loop's exit: what ends a turn of that loop
     leaves: dict[str, tuple[str, ...]] = field(init=False)  # of a chain node: the Shape ops it rests on
     ties: dict[str, tuple[str, ...]] = field(init=False)    # of a chain node: controls that its copy keeps
     before: dict[str, tuple[str, ...]] = field(init=False)  # effective predecessors
 
     def __post_init__(self) -> None:
         self.by_name = {i.name: i for i in self.infos}
-        self.order = _topological(self.by_name)
+        self.turns = _turns(self.infos)
+        self.order = _topological(self.by_name, self.turns)
         self.context = contexts((Flow(i.name, i.op, i.inputs, i.controls, i.frame_name) for i in self.order),
                                 {i.name: i.op for i in self.order})
         self.position = {i.name: k for k, i in enumerate(self.order)}
@@ -295,7 +297,7 @@ class _Net:
                 self.ties[name] = tuple(dict.fromkeys([*tied, *self.copy_controls(name)]))
             elif i.op not in SHAPE_OPS or self._shape_of_member(i):
                 self.member.add(name)
-        before = dict.fromkeys(i.controls)
+        before = dict.fromkeys((*i.controls, *self.turns.get(name, ())))
         for src, _ in i.inputs:
             if not is_back_edge(self.by_name[src].op, i.op):
                 before.update(dict.fromkeys(self._effective(src) if name in self.member else [src]))
@@ -331,12 +333,29 @@ class _Net:
         return tuple(dict.fromkeys(n for c in self.by_name[name].controls for n in self._effective(c)))
 
 
-def _topological(by_name: Mapping[str, NodeInfo]) -> list[NodeInfo]:
+def _turns(infos: Sequence[NodeInfo]) -> dict[str, tuple[str, ...]]:
+    """For each loop exit, the ends of its loop's turns: what is computed in a turn is waited for after the loop, on a
+    way that back edges (which no order of the nodes holds) are part of.
+    """
+    ops = {i.name: i.op for i in infos}
+    loop_of: dict[str, str] = {}  # a switch's loop, by the name of its condition
+    ends: dict[str, dict[str, None]] = {}
+    merged = {i.name: [s for s, _ in i.inputs if is_back_edge(ops[s], i.op)] for i in infos if i.op in MERGE}
+    for i in infos:
+        if i.op in SWITCH and ops[i.inputs[-1][0]] == "LoopCond":
+            loop_of[i.name] = i.inputs[-1][0]
+            ends.setdefault(loop_of[i.name], {}).update(dict.fromkeys(merged.get(i.inputs[0][0], ())))
+    return {i.name: tuple(ends[loop_of[i.inputs[0][0]]]) for i in infos
+            if i.op in EXIT and i.inputs[0][0] in loop_of}
+
+
+def _topological(by_name: Mapping[str, NodeInfo], turns: Mapping[str, tuple[str, ...]]) -> list[NodeInfo]:
     """Operands first, back edges left out; ties in the graph's own order (Kahn's algorithm)."""
     waiting: dict[str, int] = {}
     readers: dict[str, list[str]] = {n: [] for n in by_name}
     for i in by_name.values():
-        sources = {s for s, _ in i.inputs if not is_back_edge(by_name[s].op, i.op)} | set(i.controls)
+        sources = {s for s, _ in i.inputs if not is_back_edge(by_name[s].op, i.op)}
+        sources.update((*i.controls, *turns.get(i.name, ())))
         waiting[i.name] = len(sources)
         for s in sorted(sources):
             readers[s].append(i.name)
