@@ -90,7 +90,7 @@ def test_steps_first_batches():
     weights = np.random.default_rng(3).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 16
 
     def steps_first(x):
-        for _ in range(6):
+        for _ in range(24):  # long enough that others come meanwhile
             x = tf.nn.softmax(tf.tensordot(tf.tanh(x), weights, 1) + tf.reduce_sum(x, 0, keepdims=True))
         return x
 
@@ -112,6 +112,6 @@ def test_steps_first_batches():
 
     xs = [np.random.default_rng(n).standard_normal((6, n, WIDTH)).astype(np.float32) for n in (1, 2, 3, 1)]
     cases = [(tenant, x, tenant(x)) for x in xs]
-    with coalescing(merge=2):
-        serve(cases)
+    with coalescing(merge=2, under_way=1):
+        serve(cases, threads=32, rounds=64)
         assert on_device()["merged_runs"] > 5, on_device()
