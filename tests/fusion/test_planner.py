@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from tests.fusion import small_graphs as S
 from tests.fusion.checks import check_plan
 from tf_stitch.errors import Unschedulable
+from tf_stitch.fusion import planner
 from tf_stitch.fusion.planner import plan
+from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.graph import Graph, Node
-from tf_stitch.schedule.target import HOST
+from tf_stitch.schedule.target import CUDA, HOST
 
 
 @dataclass(frozen=True)
@@ -146,3 +148,16 @@ def refuse_some(seed):
 @settings(max_examples=150, deadline=None)
 def test_any_answers_of_the_schedule_give_a_valid_plan(graph, seed):
     check_plan(graph, plan(graph, HOST, refuse_some(seed)))
+
+
+@pytest.mark.parametrize("target", [HOST, CUDA], ids=["host", "cuda"])
+def test_a_gpus_kernels_have_few_outputs(target):
+    """New values of many variables, which share a rate: planning one kernel of all takes too long."""
+    b = Builder()
+    rate = b.ew("exp", b.param((), "float32", "t"))
+    given = [b.param((64,), "float32", f"v{k}") for k in range(80)]
+    graph = b.finish([b.ew("mul", v, b.broadcast_to(rate, (64,))) for v in given])
+    groups = plan(graph, target)
+    assert set(graph.outputs) <= {n for g in groups for n in g.outputs}
+    most = max(len(g.outputs) for g in groups)
+    assert most == 80 if target is HOST else most <= planner.MOST_OUTPUTS < 80

@@ -37,6 +37,7 @@ DOT_INLINE_WORK = 64 * 64 * 64  # multiply-adds of one batch entry up to which a
 INDEXING = frozenset({"slice", "transpose", "reverse", "pad", "concat", "cast", "select"})
 SLACK = 1.15  # how much more computing a union of many units may do than the units do
 MOST_PRODUCTS = 12  # in one kernel: each is a text of its own, and compilers take long over long functions
+MOST_OUTPUTS = 32  # of a GPU's kernel: one of the new values of many variables would take minutes to find
 MOST_BESIDE = 3  # library calls that another is moved beside: values that wait long take memory
 COPY_NODES = 8  # the longest cheap chain that several groups may each compute for themselves
 COPY_BYTES = 1 << 14  # a smaller value costs next to nothing to hand over
@@ -207,7 +208,8 @@ class Planner:
     def _kernel(self, group: Group) -> Planned | None:
         """A kernel of its own for a group, or None when it has no schedule."""
         if self.uses_library and (repeats_rows(group.nodes, lambda n: _small_dot(n) or library.is_light(n))
-                                  or sum(n.op == "dot" for n in group.nodes) > MOST_PRODUCTS):
+                                  or sum(n.op == "dot" for n in group.nodes) > MOST_PRODUCTS
+                                  or len(group.outputs) > MOST_OUTPUTS):
             return None
         if self.alike is None:
             return self._scheduled(group)
