@@ -66,9 +66,9 @@ def case(x):
 
 def loop_between(x):
     """What every turn of the loop reads is read after it, too: the two readers are no one op."""
-    kept = tf.tanh(x) * 2 + 1
+    kept = tf.tanh(x * 0.2) * 0.5 + 1
     y = tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, tf.sin(y) * 0.5 + kept), (tf.constant(0), x * 0.3))[1]
-    return tf.exp(y * 0.1) + kept * 3
+    return tf.exp(y * 0.1) + kept * 0.5
 
 
 FUNCTIONS = {f.__name__: f for f in (block, nested, branch, loop, loop_between, case)}
