@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import pickle
@@ -14,10 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -39,7 +40,7 @@ Laid = tuple[Program, list[Kernel]]
 
 MANY_NODES = 200  # of a graph: fewer are planned before a process has started
 FEW_CORES = 4  # with fewer, compilers need them all
-START_S = 0.7  # that a process takes to start
+START_S = 1.0  # that a process takes to start
 MOST_SENT = 64 << 20  # bytes of literals that a process is worth to be sent
 
 
@@ -56,13 +57,15 @@ class RangePlan:
 def lay_out(graph: Graph, target: Target, ranges: Sequence[Range], begin: Begin) -> Laid:
     """The program that has a plan for every range that is worth one, and its kernels."""
     *bounded, whole = ranges
-    with _helpers(graph, target, ranges) as helpers:
+    with _Helpers(graph, target, ranges, begin) as helpers:
         general = plan_range(graph, target, whole, ranges)
         kept = [(whole, general, _told(general, begin))]
         for r in reversed(bounded):
-            made = helpers.get(r, _none)() or plan_range(graph, target, r, ranges)
+            made = helpers.plan(r) or plan_range(graph, target, r, ranges)
             if made.memory == general.memory and variants.pays(made.ns, kept[0][1].ns, r):
                 kept.insert(0, (r, made, _told(made, begin)))
+    if len(kept) == 1 and whole.least:  # the only plan is for all sizes
+        return plan_range(graph, target, Range(whole.size), ()).lay_out()
     kernels = [k for _, _, laid in kept for k in laid[1]]
     programs = [laid[0] for _, _, laid in kept]
     if len(programs) == 1:
@@ -88,22 +91,43 @@ def _told(plan: RangePlan, begin: Begin) -> Laid:
 
 # --- in processes of their own -----------------------------------------------------------------------
 
-def _none() -> RangePlan | None:
-    return None
+class _Helpers:
+    """Processes that plan the ranges but the last one.
 
+    While the plan for all sizes is made, kernels of the others are begun: those of the widest range, and of what then
+    pays.  They are sure to be part of the program but for the first, which nearly always is.
+    """
 
-@contextlib.contextmanager
-def _helpers(graph: Graph, target: Target, ranges: Sequence[Range]) -> Iterator[dict[Range, Callable[[], Any]]]:
-    """For ranges that a process plans, what gives its plan: None where planning here is sooner or it failed."""
-    if not _worth_helpers(graph):
-        yield {}
-        return
-    helpers = {r: _Helper(pickle.dumps((graph, target, r, ranges))) for r in ranges[:-1]}
-    try:
-        yield {r: h.plan for r, h in helpers.items()}
-    finally:
-        for h in helpers.values():
+    def __init__(self, graph: Graph, target: Target, ranges: Sequence[Range], begin: Begin):
+        self.bounded, self.begin = ranges[:-1], begin
+        self.made: dict[Range, RangePlan] = {}
+        self.lock = threading.Lock()
+        jobs = {r: pickle.dumps((graph, target, r, ranges)) for r in ranges[:-1]} if _worth_helpers(graph) else {}
+        self.helpers = {r: _Helper(job, functools.partial(self._arrived, r)) for r, job in jobs.items()}
+
+    def __enter__(self) -> _Helpers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for h in self.helpers.values():
             h.stop()
+
+    def plan(self, r: Range) -> RangePlan | None:
+        """The plan for a range; None where planning here is sooner, or where its process failed."""
+        return self.made.get(r) if r in self.helpers and self.helpers[r].is_waited_for() else None
+
+    def _arrived(self, r: Range, answer: bytes) -> None:
+        memory, ns, laid = pickle.loads(answer)
+        with self.lock:
+            self.made[r] = RangePlan(memory, ns, lambda: laid)
+            wider: RangePlan | None = None
+            for other in reversed(self.bounded):
+                made = self.made.get(other)
+                if made is None:
+                    return
+                if wider is None or variants.pays(made.ns, wider.ns, other):
+                    wider = made
+                    _told(made, self.begin)
 
 
 def _worth_helpers(graph: Graph) -> bool:
@@ -116,8 +140,8 @@ def _worth_helpers(graph: Graph) -> bool:
 class _Helper:
     """A process that plans a range."""
 
-    def __init__(self, job: bytes):
-        self.answer: bytes | None = None
+    def __init__(self, job: bytes, arrived: Callable[[bytes], None]):
+        self.arrived = arrived
         self.process: subprocess.Popen[bytes] | None = None
         self.start = time.monotonic()
         folder = str(Path(__file__).parents[1])
@@ -125,26 +149,29 @@ class _Helper:
             self.process = subprocess.Popen(
                 [sys.executable, "-S", "-c", f"from {__name__} import main; main()"], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join([folder, *sys.path])})
+        self.stopped = False
         self.thread = threading.Thread(target=self._talk, args=(job,), daemon=True)
         self.thread.start()
 
     def _talk(self, job: bytes) -> None:
+        answer = b""
         if self.process is not None:
-            with contextlib.suppress(OSError, ValueError):  # it died or was stopped
-                self.answer, _ = self.process.communicate(job)
-
-    def plan(self) -> RangePlan | None:
-        """Its plan; None where it has hardly started, so that planning here is sooner, or where it failed."""
-        if self.answer is None and time.monotonic() - self.start < START_S:
-            return None
-        self.thread.join()
-        if not self.answer:
+            with contextlib.suppress(OSError, ValueError):  # it died
+                answer, _ = self.process.communicate(job)
+        if answer and not self.stopped:
+            self.arrived(answer)
+        elif not self.stopped:
             log.warning("A process that plans kernels ended without an answer; this one plans them.")
-            return None
-        memory, ns, laid = pickle.loads(self.answer)
-        return RangePlan(memory, ns, lambda: laid)
+
+    def is_waited_for(self) -> bool:
+        """True once it has ended; False where it has hardly started, so that planning here is sooner."""
+        if self.thread.is_alive() and time.monotonic() - self.start < START_S:
+            return False
+        self.thread.join()
+        return True
 
     def stop(self) -> None:
+        self.stopped = True
         if self.process is not None:
             self.process.kill()
         self.thread.join()
@@ -152,6 +179,7 @@ class _Helper:
 
 def main() -> None:
     """What such a process does: a job from its standard input, the plan to its standard output."""
+    gc.disable()
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what else is printed must not get between
     _answer(sys.stdin.buffer, out)

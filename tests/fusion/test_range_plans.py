@@ -2,15 +2,20 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tests.fusion.test_variants import images, two_layers, weight_gradient
 from tf_stitch import compiler, range_plans
+from tf_stitch.backend import host
 from tf_stitch.codegen.unit import SEPARATOR
 from tf_stitch.fusion import variants
+from tf_stitch.ir import dims as D
+from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.digest import digest
 from tf_stitch.schedule.target import CUDA
@@ -53,12 +58,75 @@ def test_a_process_that_fails_is_made_up_for(helped, monkeypatch, tmp_path, capl
     assert program == compiler.lay_out(two_layers(), CUDA)[0]
 
 
-def test_what_has_hardly_started_is_not_waited_for(helped, monkeypatch):
+def test_what_has_hardly_started_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(range_plans, "START_S", 1e9)
-    helper = range_plans._Helper(b"no job")
-    helper.thread.join()
-    assert helper.plan() is None
+    arrived = []
+    helper = range_plans._Helper(pickle.dumps((two_layers(), CUDA, *job_of(two_layers()))), arrived.append)
+    assert not helper.is_waited_for() and not arrived
     helper.stop()
+    monkeypatch.setattr(range_plans, "START_S", 0)
+    assert helper.is_waited_for() and not arrived
+
+
+def job_of(graph):
+    found = variants.ranges(graph, CUDA)
+    return found[0], found
+
+
+@pytest.mark.parametrize("late", ["the widest", "the narrowest"])
+def test_kernels_of_processes_are_begun_before_the_plan_for_all_sizes(late, helped, monkeypatch):
+    """Whichever plan comes first: those of the widest range, and of others where they are faster than it."""
+    begun = []
+    graph = two_layers()
+    found = variants.ranges(graph, CUDA)
+    plans = {r: range_plans.plan_range(graph, CUDA, r, found) for r in found[:-1]}
+    answers = {r: pickle.dumps((p.memory, p.ns, (p.lay_out()[0], []))) for r, p in plans.items()}
+    monkeypatch.setattr(range_plans, "_worth_helpers", lambda graph: False)
+    with range_plans._Helpers(graph, CUDA, found, begun.append) as helpers:
+        for r in found[:-1] if late == "the widest" else reversed(found[:-1]):
+            helpers._arrived(r, answers[r])
+    widest = found[-2]
+    sure = {plans[widest].lay_out()[0].text}
+    wider = plans[widest]
+    for r in reversed(found[:-2]):
+        if variants.pays(plans[r].ns, wider.ns, r):
+            wider = plans[r]
+            sure.add(wider.lay_out()[0].text)
+    assert set(begun) == sure and len(sure) > 1
+
+
+def softmax_rows():
+    b = Builder()
+    x = b.param((None, 1024), "float32")
+    def per_row(kind, y):
+        return b.broadcast_to(b.reshape(b.reduce(kind, y, [1]), (*x.shape[:1], 1)), x.shape)
+
+    e = b.ew("exp", b.ew("sub", x, per_row("max", x)))
+    return b.finish([b.ew("div", e, per_row("sum", e))])
+
+
+def test_few_rows_are_a_blocks_and_many_a_warps():
+    program, kernels = compiler.lay_out(softmax_rows(), CUDA)
+    (few, many), (name,) = program.steps, program.symbols
+    lanes = [re.search(r"TS_ROW_TURNS\(1024, (\d+)", k.text)[1] for k in kernels]
+    assert lanes == ["256", "32"]
+    for rows in (0, 1, 100, 512, 513, 5000):
+        here = [D.evaluate(s.blocks, {name: rows}) for s in (few, many)]
+        assert [bool(b) for b in here] == [0 < rows <= 512, rows > 512]
+    rng = np.random.default_rng(0)
+    for rows in (0, 1, 3, 512, 513, 600):
+        x = rng.standard_normal((rows, 1024)).astype(np.float32)
+        (got,), (want,) = host.run(program, [x]), interp.run(softmax_rows(), [x])
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_a_plan_for_many_rows_does_not_serve_all(monkeypatch):
+    """Where the other plan cannot be used, there is one for all sizes, 0 included."""
+    real = range_plans.plan_range
+    monkeypatch.setattr(range_plans, "plan_range", lambda *job: replace(real(*job), memory=[job[2].most or 0]))
+    program, kernels = compiler.lay_out(softmax_rows(), CUDA)
+    (step,), (name,) = program.steps, program.symbols
+    assert len(kernels) == 1 and [D.evaluate(step.blocks, {name: n}) > 0 for n in (0, 1, 600)] == [False, True, True]
 
 
 def test_kernels_are_told_of_as_soon_as_they_are_sure(monkeypatch):

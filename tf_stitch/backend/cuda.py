@@ -45,6 +45,7 @@ DEFAULT_TARGETS = ("sm_90", "compute_90")
 # No contraction into FMAs, as on the host (codegen.unit): each op rounds as TensorFlow's does.  Division and roots
 # stay exact (nvcc's default), denormals are kept.
 FLAGS = ("-std=c++17", "-fmad=false")
+MOST_BEGUN = 1000  # kernels that are compiled before it is known what module they will be part of
 NOTHING_KEPT = (1 << 64) - 1  # ts_grid.kept: -1
 NVCC_FLAGS = ("-w",)
 _TARGET = re.compile(r"(sm|compute)_(\d{2,3})")
@@ -115,6 +116,8 @@ class Nvcc:
                 made = self._submit(part, flags)
                 directives, kernels = pieces.parts(part)
                 _begun.update({(self.path, *flags, directives, kernel): made for kernel in kernels})
+            while len(_begun) > MOST_BEGUN:  # of plans that came to nothing
+                _forget([next(iter(_begun.values()))])
 
     def _begun(self, text: str, flags: Sequence[str]) -> dict[str, Future[bytes]]:
         """The kernels of a text that are compiled already or being compiled, each with the PTX of its piece."""

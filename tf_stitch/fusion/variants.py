@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ from .library import has_library, prepare_calls
 from .planner import Draft, Planned, draft
 from .split import split_reductions
 
-BOUNDS = (1, 4, 16)  # sizes up to which a plan of its own is tried,
-FOLDED = 128  # and this one where products fold the unknown: without a bound, only a library does that fast
-WORTH = 1.05  # a plan of its own must be so much faster at some size of its range: it is compiled, too
+BOUNDS = (1, 4, 8, 16, 64)  # sizes up to which a plan of its own is tried;
+FOLDED = (1, 128)  # these where products fold the unknown: without a bound, only a library does that fast;
+ROWS = 512  # and this one where no products but rows are folded: more are a warp's each, fewer a block's
+WORTH = 1.03  # a plan of its own must be so much faster at some size of its range: it is compiled, too
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,34 @@ class Range:
     most: int | None = None
 
     def bounded(self, graph: Graph) -> Graph:
-        """The graph for sizes up to ``most``; 1 is a size of its own, so that a single row is no unknown one."""
-        if self.most is None:
+        """The graph for sizes up to ``most``; 1 is a size of its own, so that a single row is no unknown one.
+
+        Where a range begins only counts for the last one: plans for fewer may not pay.
+        """
+        if self.most is None and not self.least:
             return graph
-        size = 1 if self.most == 1 else D.symbol(self.size.name, self.size.lo, self.most)
-        return graph.substitute({self.size.name: size})
+        least = self.size.lo if self.most else self.least
+        return graph.substitute({self.size.name: 1 if self.most == 1 else D.symbol(self.size.name, least, self.most)})
 
 
 def ranges(graph: Graph, target: Any) -> list[Range]:
-    """The ranges for which a plan of their own may pay, in order, the last one that of all sizes; none for one plan."""
-    size = None if target.grids else _deciding(graph, target)
-    if size is None:
+    """The ranges for which a plan of their own may pay, in order, the last one without an end; none for one plan."""
+    if target.grids or not has_library(target):
         return []
+    size = _deciding(graph, lambda n: n.op in ("dot", "conv"))
+    if size is None:
+        size = _deciding(graph, _folds_rows)
+        return [] if size is None or isinstance(size.hi, int) else [Range(size, 0, ROWS), Range(size, ROWS + 1)]
     folded = any(size.name in {s.name for a in n.attrs["contract"][0] for s in D.symbols(n.inputs[0].shape[a])}
                  for n in graph.nodes() if n.op == "dot")
-    bounds = [b for b in (*BOUNDS, *([FOLDED] if folded else [])) if not isinstance(size.hi, int) or b < size.hi]
+    bounds = [b for b in (FOLDED if folded else BOUNDS) if not isinstance(size.hi, int) or b < size.hi]
     return [*(Range(size, before + 1, b) for before, b in zip([0, *bounds], bounds, strict=False)), Range(size)]
+
+
+def _folds_rows(n: Node) -> bool:
+    """True for a reduction of rows of known length."""
+    return n.op == "reduce" and n.rank > 0 and tuple(n.attrs["axes"]) == (n.inputs[0].rank - 1,) \
+        and isinstance(n.inputs[0].shape[-1], int)
 
 
 def draft_graph(graph: Graph, target: Any) -> Draft:
@@ -65,21 +78,22 @@ def estimates(plan: Draft, here: Range, found: Sequence[Range]) -> dict[int, flo
 
 
 def pays(own: Mapping[int, float], wider: Mapping[int, float], here: Range) -> bool:
-    """True where a range's own plan is faster than the one for more sizes, at an end of the range."""
+    """True where a range's own plan is faster than the one for more sizes, at an end of the range.
+
+    One from 0 on always is: the estimates do not know how threads share out rows.
+    """
     assert here.most is not None
-    return any(wider[n] > WORTH * own[n] for n in (here.least, here.most))
+    return not here.least or any(wider[n] > WORTH * own[n] for n in (here.least, here.most))
 
 
-def _deciding(graph: Graph, target: Any) -> D.Symbol | None:
-    """The unknown that most products depend on."""
-    if not has_library(target):
-        return None
+def _deciding(graph: Graph, decides: Callable[[Node], bool]) -> D.Symbol | None:
+    """The unknown that most of the nodes that decide depend on."""
     found: Counter[str] = Counter()
     ranges: dict[str, D.Symbol] = {}
     for n in graph.nodes():
         unknowns = _unknowns(n)
         ranges.update((s.name, _narrower(s, ranges.get(s.name, s))) for s in unknowns)
-        if n.op in ("dot", "conv"):
+        if decides(n):
             found.update({s.name for s in unknowns})
     usable = [name for name in graph.symbols if name in found and not isinstance(ranges[name].hi, D.Expr)]
     return ranges[max(usable, key=found.__getitem__)] if usable else None

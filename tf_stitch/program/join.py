@@ -24,7 +24,8 @@ def join_programs(programs: Sequence[Program], active: Sequence[Dim], whole: Map
       guards: those of the graph, with which each program's begin; each may have others of its own.
     """
     general = programs[-1]
-    buffers = [b for b in general.buffers if b.kind != "temp"]  # these come first, in every program
+    buffers = [Buffer(b.kind, b.index, b.dtype, tuple(D.substitute(d, whole) for d in b.shape))
+               for b in general.buffers if b.kind != "temp"]  # these come first, in every program
     temps, steps = 0, list[Step]()
     own: dict[Guard, None] = {}
     for program, here in zip(programs, active, strict=True):

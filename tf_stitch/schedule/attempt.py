@@ -219,9 +219,20 @@ class Attempt:
         if have_products(self.nodes, self.target):
             self.product_ns = ProductTime(stages, frozenset(self.kept), self.axes, self.blocks, self.target.cores)
             others = sum(self._stage_ns(s, envs) for s in stages if not any(map(is_product, s.items)))
-            idle = max(1 - blocks / self.target.cores, 0)
-            self.time = rounds * (self.product_ns() + others) * (1 + IDLE * idle)
+            times = [self._product_time(self.product_ns, others, sizes) for sizes in self._sizes()]
+            self.time = sum(times) / len(times)
         return D.floordiv(cost, PER_CYCLE) + 1
+
+    def _product_time(self, product_ns: ProductTime, others: float, sizes: Mapping[str, int]) -> float:
+        """What a part with products takes at some sizes of unknown dims."""
+        blocks = guess(self.blocks, sizes)
+        idle = max(1 - blocks / self.target.cores, 0)
+        return -(-blocks // self.target.cores) * (product_ns(sizes) + others) * (1 + IDLE * idle)
+
+    def _sizes(self) -> list[dict[str, int]]:
+        """Sizes of unknown dims that a part should suit: the upper half of a range, or the usual size."""
+        bounds = {s.name: s.hi for s in D.symbols(self.blocks) if isinstance(s.hi, int)}
+        return [{name: -(-hi * k // 4) for name, hi in bounds.items()} for k in (4, 3, 2)] if bounds else [{}]
 
     def _stage_ns(self, s: Stage, envs: Sequence[Mapping[str, int]]) -> float:
         """What a block of a GPU spends in a stage without products: its threads wait for what they load."""

@@ -175,7 +175,7 @@ def _tiles(primary: Node, nodes: list[Node], target: Target) -> Iterator[Tile]:
     total = max((_folded_work(n) for n in nodes), default=1)
     share = max(guess(primary.size), 1)
     per_block = min(max(total // target.min_blocks, target.block_work // 4), target.block_work)
-    if not isinstance(primary.size, int):
+    if not isinstance(D.upper(primary.size), int):
         per_block = max(per_block, target.block_work // 2)  # the guess says little about how much there is to share
     elements = max(per_block * share // max(total, share), 1)
     least = max(LINES // max(DTYPES[n.dtype].size for n in nodes), 16)

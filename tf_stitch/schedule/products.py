@@ -23,6 +23,7 @@ TOTAL, EACH = 5500, 75  # bytes per ns from the second-level cache: all multipro
 NEAR = 150  # bytes per ns from the first-level cache or shared memory
 KEPT = 160 * 1024  # bytes of operands that stay in the first-level cache until they are read again
 LATENCY = 300  # ns of a stage: first loads, sums over threads, barriers
+LONGER = 0.4  # how much longer operands take for each thread without work: those that load wait more often
 RUN = 64  # bytes: shorter runs of neighbours take as long
 
 
@@ -87,7 +88,8 @@ def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size
             time += count / (NEAR if x in kept or _is_near(recent, x, count) else far)
         shared_out = [b if d in s.folded else max(b, made_for(extent))
                       for d, (b, (_, extent)) in enumerate(zip(box, s.box, strict=True))]
-        total += LATENCY + max(len(items) * math.prod(shared_out) / RATE, time)
+        idle = math.prod(shared_out) / max(math.prod(box), 1) - 1  # for each thread that works
+        total += LATENCY + max(len(items) * math.prod(shared_out) / RATE, time * (1 + LONGER * idle))
     return total
 
 

@@ -18,6 +18,7 @@ from ..ir.graph import Shape
 Tile = tuple[int | None, ...]
 Tags = tuple[int | None, ...]
 SAMPLES = 5  # blocks that are looked at where a block's work differs from block to block
+BEYOND = 8  # sizes are reckoned to be so many times the least one, where that is large
 GUESS = 128  # a size to reckon with where a dim is unknown; only speed depends on it
 
 
@@ -90,7 +91,7 @@ def _guesses(d: Expr, sizes: Mapping[str, int] | None) -> dict[str, int]:
     """A number for every symbol of an expression, within its bounds."""
     env = {}
     for s in D.symbols(d):
-        size = (sizes or {}).get(s.name, GUESS)
+        size = (sizes or {}).get(s.name, max(GUESS, BEYOND * (s.lo or 0)))
         hi = s.hi if isinstance(s.hi, int) else size
         env[s.name] = max(min(size, hi), s.lo or 0)
     return env
