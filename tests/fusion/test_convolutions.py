@@ -165,7 +165,7 @@ def test_large_filters_multiply_patches():
 
     (step,) = check(late, [(1, 9, 7, 64), (3, 3, 64, 256)])
     assert step.call == "matmul" and step.dims == (1, 5 * 5, 256, 9 * 64)
-    (step,) = check(late, [(None, 9, 7, 64), (3, 3, 64, 256)], unknown=3)
+    *_, step = check(late, [(None, 9, 7, 64), (3, 3, 64, 256)], unknown=3)  # the plan for all sizes
     assert step.call == "conv"
 
 

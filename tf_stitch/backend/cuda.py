@@ -109,10 +109,10 @@ class Nvcc:
         return [f"-arch=compute_{number}", "-ptx", *FLAGS, *NVCC_FLAGS]
 
     def begin(self, text: str, number: str) -> None:
-        """Begins to compile kernels that a text will have."""
+        """Begins to compile kernels that a text will have, in fewer pieces: others are compiled beside."""
         flags = self._ptx_flags(number)
         with _begun_lock:
-            for part in self._late(text, self._begun(text, flags)):
+            for part in self._late(text, self._begun(text, flags), -(-usable_cores() // 2)):
                 made = self._submit(part, flags)
                 directives, kernels = pieces.parts(part)
                 _begun.update({(self.path, *flags, directives, kernel): made for kernel in kernels})
@@ -127,11 +127,11 @@ class Nvcc:
             return {kernel: _begun[key] for kernel, key in keys.items() if key in _begun}
 
     @staticmethod
-    def _late(text: str, begun: Collection[str]) -> list[str]:
-        """Pieces of what is left of a text without the kernels that were begun; none where nothing is."""
+    def _late(text: str, begun: Collection[str], most: int) -> list[str]:
+        """At most ``most`` pieces of what is left of a text without the kernels that were begun, if anything is."""
         if all(kernel in begun for kernel in pieces.parts(text)[1]):
             return []
-        return pieces.split(pieces.without(text, begun), usable_cores())
+        return pieces.split(pieces.without(text, begun), most)
 
     def _submit(self, part: str, flags: Sequence[str]) -> Future[bytes]:
         return _threads().submit(self._run, translation_unit(part, "cuda").encode(), ".cu", flags)
@@ -147,7 +147,7 @@ class Nvcc:
         """PTX of a text, large ones in pieces; pieces that were begun are taken as they are."""
         begun = self._begun(text, flags)
         early = list(dict.fromkeys(begun.values()))
-        late = [self._submit(part, flags) for part in self._late(text, begun)]
+        late = [self._submit(part, flags) for part in self._late(text, begun, usable_cores())]
         _forget(early)
         made = [f.result() for f in (*early, *late)]
         if len(made) == 1:
