@@ -86,6 +86,15 @@ def test_one_plan_runs_at_a_time():
         assert here == [int(k == first) for k in range(len(here))]
 
 
+def test_what_a_plan_of_its_own_must_gain():
+    size = D.Symbol("n", 0)
+    one, few, rows = variants.Range(size, 1, 1), variants.Range(size, 2, 4), variants.Range(size, 0, 512)
+    assert variants.pays({1: 100.0}, {1: 101.0}, one) and not variants.pays({1: 100.0}, {1: 100.0}, one)
+    assert not variants.pays({2: 100.0, 4: 100.0}, {2: 101.0, 4: 102.0}, few)
+    assert variants.pays({2: 100.0, 4: 100.0}, {2: 90.0, 4: 104.0}, few)
+    assert variants.pays({0: 100.0, 512: 100.0}, {0: 90.0, 512: 90.0}, rows)
+
+
 def test_few_rows_need_no_library():
     program = compiler.lay_out(two_layers(), CUDA)[0]
     assert not any(isinstance(s, LibraryStep) for s in ran(program, 1))

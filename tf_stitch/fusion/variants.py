@@ -24,7 +24,8 @@ from .split import split_reductions
 BOUNDS = (1, 4, 8, 16, 64)  # sizes up to which a plan of its own is tried;
 FOLDED = (1, 128)  # these where products fold the unknown: without a bound, only a library does that fast;
 ROWS = 512  # and this one where no products but rows are folded: more are a warp's each, fewer a block's
-WORTH = 1.03  # a plan of its own must be so much faster at some size of its range: it is compiled, too
+WORTH = 1.03  # a plan of its own must be so much faster at some size of its range: it is compiled, too.
+ONE = 1.005  # That for one row, where no size is unknown, gains more than estimates know of, and is wanted most often
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def pays(own: Mapping[int, float], wider: Mapping[int, float], here: Range) -> b
     One from 0 on always is: the estimates do not know how threads share out rows.
     """
     assert here.most is not None
-    return not here.least or any(wider[n] > WORTH * own[n] for n in (here.least, here.most))
+    worth = min(ONE, WORTH) if here.most == 1 else WORTH
+    return not here.least or any(wider[n] > worth * own[n] for n in (here.least, here.most))
 
 
 def _deciding(graph: Graph, decides: Callable[[Node], bool]) -> D.Symbol | None:
