@@ -21,7 +21,7 @@ from .library import has_library, prepare_calls
 from .planner import Draft, Planned, draft
 from .split import split_reductions
 
-BOUNDS = (1, 4, 8, 16, 64)  # sizes up to which a plan of its own is tried;
+BOUNDS = (1, 8, 16, 64)  # sizes up to which a plan of its own is tried;
 FOLDED = (1, 128)  # these where products fold the unknown: without a bound, only a library does that fast;
 ROWS = 512  # and this one where no products but rows are folded: more are a warp's each, fewer a block's
 WORTH = 1.03  # a plan of its own must be so much faster at some size of its range: it is compiled, too.
