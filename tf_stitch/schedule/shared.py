@@ -1,8 +1,8 @@
 """Shared-memory planning: where each staged value lies, and which values share space.
 
 Space is shared by liveness (FusionStitching, arXiv 1811.05213, section 5.1.3): a slot is free again after the
-last stage that reads it.  Hoisted values live through all blocks.  Slots of unknown size come last and share
-nothing.
+last stage that reads it.  The stages of a row chain are one in time: threads that have rows of their own do not wait for
+each other between them.  Hoisted values live through all blocks.  Slots of unknown size come last and share nothing.
 """
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.dtypes import DTYPES
 from ..ir.graph import Node, Shape
-from .kernel_schedule import SHARED, Slot, Stage
+from .kernel_schedule import SHARED, RowChain, Slot, Stage
 from .rules import Box
 
 ALIGN = 64
 
 
 def plan_shared(stages: Sequence[Stage], boxes: Mapping[Node, Box],
-                elsewhere: Collection[Node] = (), across: Collection[Node] = ()) -> tuple[dict[Node, Slot], Dim]:
+                elsewhere: Collection[Node] = (), across: Collection[Node] = (),
+                chains: Sequence[RowChain] = ()) -> tuple[dict[Node, Slot], Dim]:
     """A slot for every staged value that is not kept ``elsewhere``, and the bytes that a block needs.
 
     Rows of values in ``across`` are one element apart: neighbours of a column lie in different banks.
     """
-    life = {n: span for n, span in _lifetimes(stages).items() if n not in elsewhere}
+    life = {n: span for n, span in _lifetimes(stages, chains).items() if n not in elsewhere}
     placed: list[tuple[int, int, int, int]] = []  # offset, bytes, first stage, last stage
     slots: dict[Node, Slot] = {}
     unknown: list[tuple[Node, Shape, Dim]] = []
@@ -53,19 +54,33 @@ def compute_size(n: Node) -> int:
     return 4 if DTYPES[n.dtype].compute == "float" else DTYPES[n.dtype].size
 
 
-def _lifetimes(stages: Sequence[Stage]) -> dict[Node, tuple[int, int]]:
+def _lifetimes(stages: Sequence[Stage], chains: Sequence[RowChain]) -> dict[Node, tuple[int, int]]:
+    """The first and last stage in which each staged value is in use."""
     life: dict[Node, tuple[int, int]] = {}
-    end = len(stages)
-    for k, s in enumerate(stages):
+    spans = _spans(stages, chains)
+    for (first, last), s in zip(spans, stages, strict=True):
         for item in s.items:
             if item.space == SHARED:
-                first, last = life.get(item.node, (k, k))
-                life[item.node] = (0, end) if s.hoisted else (first, max(last, k))
-    for k, s in enumerate(stages):
+                life[item.node] = (0, len(stages)) if s.hoisted else _hull((first, last), life.get(item.node))
+    for span, s in zip(spans, stages, strict=True):
         for n in s.reads:
             if n in life:
-                life[n] = (life[n][0], max(life[n][1], k))
+                life[n] = (life[n][0], max(life[n][1], span[1]))
     return life
+
+
+def _spans(stages: Sequence[Stage], chains: Sequence[RowChain]) -> list[tuple[int, int]]:
+    """For each stage the stages that run while it does, first and last: itself, or its chain."""
+    at = {id(s): k for k, s in enumerate(stages)}
+    spans = [(k, k) for k in range(len(stages))]
+    for c in chains:
+        first, last = at[id(c.stages[0])], at[id(c.stages[-1])]
+        spans[first:last + 1] = [(first, last)] * (last + 1 - first)
+    return spans
+
+
+def _hull(a: tuple[int, int], b: tuple[int, int] | None) -> tuple[int, int]:
+    return a if b is None else (min(a[0], b[0]), max(a[1], b[1]))
 
 
 def _first_fit(placed: Sequence[tuple[int, int, int, int]], size: int, first: int, last: int) -> int:
