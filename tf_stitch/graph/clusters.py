@@ -1,7 +1,7 @@
 """Finds the parts of a TensorFlow graph that become one StitchedProgram each.
 
 A cluster is a convex set of nodes: no path leaves it and comes back, else the op would wait for itself.
-Control edges count as paths.  The method, in two steps:
+Control edges count as paths, and so does the way from a turn of a loop to its end.  The method:
 
 1. ``depth(v)`` is the largest number of *breaks* on a path to ``v``; a break is a node that stays
    TensorFlow's, or an edge between nodes that may not share an op (another device, loop or branch).
