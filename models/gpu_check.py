@@ -140,18 +140,18 @@ def _outcome(case: ElementTree.Element) -> tuple[str, str]:
 
 def sanitize(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Kernels under compute-sanitizer's tools."""
-    for tool in ("memcheck", "racecheck"):
+    for tool in args.tools.split(","):
         yield tool, lambda tool=tool: _sanitized(tool, args)
 
 
 def _sanitized(tool: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What a tool finds in primitives of three types and four chunks of random graphs.
+    """What a tool finds in primitives of three types, four chunks of random graphs and two of products.
 
     Raises when it finds anything, or a result is wrong.
     """
     with tempfile.TemporaryDirectory() as folder:
         check = ["-m", "models.gpu_check", f"--out={folder}", "--minutes=4", "--parts=kernels", "--chunks=4",
-                 "--types=float32,bfloat16,int32"]
+                 "--products=2", "--types=float32,bfloat16,int32"]
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all",
                    sys.executable, *check]
         done = subprocess.run(command, cwd=ROOT, text=True, check=False, timeout=max(20.0, args.end - time.time()),
@@ -494,6 +494,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, default=CHUNKS, help=f"chunks of {PER_CHUNK} random graphs")
     parser.add_argument("--products", type=int, default=4, help=f"chunks of {PRODUCTS} random products")
     parser.add_argument("--types", default=TYPES, help="of primitives, comma-separated (default: %(default)s)")
+    parser.add_argument("--tools", default="memcheck,racecheck", help="of the sanitize part (default: %(default)s)")
     parser.add_argument("--tests", default="tests/gpu", help="files of the tests part (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=6, help="of the tests part (default: %(default)s)")
     parser.add_argument("--dynamic", default="rnn,dlrm,layernorm", help="workloads of the dynamic part")
