@@ -6,8 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -177,28 +175,27 @@ def _gpu() -> Finding:
     return sought.found(", ".join(names))
 
 
-def _nvcc() -> Finding:
-    sought = _Sought("nvcc", "rewriting models for a GPU")
-    path = shutil.which("nvcc")
-    if path is None:
-        return sought.missing("not on the PATH", "install NVIDIA's CUDA toolkit, or its compiler from PyPI")
-    result = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    release = [line for line in result.stdout.splitlines() if "release" in line]
-    if result.returncode or not release:
-        return sought.problem(f"{path} does not work", "install the CUDA toolkit again")
-    return sought.found(f"{path}: {release[0].strip()}")
+def _cuda_compiler() -> Finding:
+    from .backend import cuda
+
+    sought = _Sought("CUDA compiler", "rewriting models for a GPU")
+    try:
+        found = cuda.find_compiler()
+    except StitchError as error:
+        return sought.missing(str(error), "install the CUDA toolkit, or pip install 'tensorflow[and-cuda]~=2.21.0'")
+    return sought.found(f"{found.path}: {found.version}")
 
 
 def _pycuda() -> Finding:
-    sought = _Sought("PyCUDA", "rewriting models for a GPU")
+    sought = _Sought("PyCUDA", "running GPU kernels without TensorFlow, as tests and benchmarks do")
     try:
         return sought.found(importlib.metadata.version("pycuda"))
     except importlib.metadata.PackageNotFoundError:
-        return sought.missing("not installed", "pip install pycuda")
+        return sought.missing("not installed", "pip install 'tf-stitch[cuda]'")
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (_tensorflow, _op_library, _compiler, _kernels, _processor, _cache, _gpu,
-                                             _nvcc, _pycuda)
+                                             _cuda_compiler, _pycuda)
 
 
 def main(json_output: bool = False, quiet: bool = False) -> int:

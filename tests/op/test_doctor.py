@@ -25,8 +25,8 @@ def test_all_that_the_cpu_needs_is_found(capsys):
 def test_text_names_everything(capsys):
     assert doctor.main() == 0
     out = capsys.readouterr().out
-    for name in ("TensorFlow", "Op library", "C++ compiler", "Kernels", "Processor", "Cache folder", "GPU", "nvcc",
-                 "PyCUDA"):
+    for name in ("TensorFlow", "Op library", "C++ compiler", "Kernels", "Processor", "Cache folder", "GPU",
+                 "CUDA compiler", "PyCUDA"):
         assert name in out
 
 
@@ -37,6 +37,17 @@ def test_no_compiler(monkeypatch, capsys):
     assert "g++" in findings()["C++ compiler"].advice
     assert doctor.main(quiet=True) == 1
     assert "C++ compiler" in capsys.readouterr().out
+
+
+def test_cuda_compiler_is_the_one_that_kernels_are_compiled_with(monkeypatch, tmp_path):
+    stand_in = tmp_path / "nvcc"
+    stand_in.write_text("#!/bin/sh\necho Build cuda_99.9\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("TF_STITCH_NVCC", str(stand_in))
+    assert findings()["CUDA compiler"].detail == f"{stand_in}: Build cuda_99.9"
+    monkeypatch.setenv("TF_STITCH_NVCC", str(tmp_path / "none"))
+    found = findings()["CUDA compiler"]
+    assert found.status == "missing" and "TF_STITCH_NVCC" in found.detail and not found.required
 
 
 def test_cache_folder_that_cannot_be_written(monkeypatch, tmp_path):

@@ -1,8 +1,9 @@
 """Shared-memory planning: where each staged value lies, and which values share space.
 
 Space is shared by liveness (FusionStitching, arXiv 1811.05213, section 5.1.3): a slot is free again after the
-last stage that reads it.  The stages of a row chain are one in time: threads that have rows of their own do not wait for
-each other between them.  Hoisted values live through all blocks.  Slots of unknown size come last and share nothing.
+last stage that reads it.  The stages of a row chain are one in time: threads that have rows of their own do not wait
+for each other between them.  Hoisted values live through all blocks.  Slots of unknown size come last and share
+nothing.
 """
 from __future__ import annotations
 
