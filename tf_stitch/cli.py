@@ -169,7 +169,7 @@ def _print_report(report: Any, args: argparse.Namespace) -> None:
     if args.json:
         print(report.to_json())
     elif not args.quiet:
-        report.to_text()
+        report.print()
     if args.quiet or args.json:
         for note in report.notes:
             print(f"tf-stitch: {note}", file=sys.stderr)

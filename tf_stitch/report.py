@@ -1,6 +1,7 @@
 """What a rewrite did: numbers, reasons, and the graph of stitched groups, as text, JSON or HTML."""
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -171,8 +172,14 @@ class Report:
                 f"({self.coverage:.0%} of those outside MatMul, Conv and pools); "
                 f"ops {self.ops_before} -> {self.ops_after}, kernels {self.ops_before} -> {self.kernels_after}")
 
-    def to_text(self, file: IO[str] | None = None, limit: int = 40) -> None:
-        """Prints tables: what is stitched, what is not and why, the verification.  ``limit``: rows per table."""
+    def to_text(self, limit: int = 40) -> str:
+        """Tables: what is stitched, what is not and why, the verification.  ``limit``: rows per table."""
+        text = io.StringIO()
+        self.print(text, limit)
+        return text.getvalue()
+
+    def print(self, file: IO[str] | None = None, limit: int = 40) -> None:
+        """Prints :meth:`to_text`, to standard output where no file is given; in colour to a terminal."""
         from rich.console import Console
 
         console = Console(file=file, highlight=False, soft_wrap=False)

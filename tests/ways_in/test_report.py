@@ -54,8 +54,9 @@ def test_json(report):
 
 def test_text(report):
     out = io.StringIO()
-    report.to_text(out)
-    text = out.getvalue()
+    report.print(out)
+    text = report.to_text()
+    assert text == out.getvalue()
     assert "Stitched" in text and "Softmax" in text and "AsString" in text and "library call" in text
 
 
