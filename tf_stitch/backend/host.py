@@ -255,12 +255,16 @@ class _Memory:
     MARGIN = 256
     FILL = 0xA5
 
-    def __init__(self, nbytes: int, poison: int = 0xFF) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.raw = np.full(nbytes + 3 * self.MARGIN, self.FILL, np.uint8)
         self.start = self.MARGIN + -(self.raw.ctypes.data) % self.MARGIN
         self.bytes = self.raw[self.start:self.start + nbytes]
-        self.bytes.fill(poison)  # NaN for floats: what a kernel forgets to write is seen
+        self.poison()
+
+    def poison(self) -> None:
+        """Makes floats NaN, so that what a kernel forgets to write is seen."""
+        self.bytes.fill(0xFF)
 
     @property
     def address(self) -> int:
@@ -385,6 +389,7 @@ def _launch(library: ctypes.CDLL | None, step: KernelStep, memory: list[np.ndarr
     status = ctypes.c_int32(0)
     size = -(-blocks // max(1, min(shards, blocks)))
     for begin in reversed(range(0, blocks, size)):  # in no useful order: blocks must not depend on each other
+        shared.poison()
         kernel(ctypes.byref(problem), begin, min(begin + size, blocks), shared.address, ctypes.byref(status))
     if not all(m.intact() for m in [*memory, shared] if isinstance(m, _Memory)):
         raise RuntimeError(f"Kernel {step.kernel} ({step.origin}) wrote outside its buffers.")

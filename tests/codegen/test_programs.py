@@ -1,0 +1,189 @@
+"""Whole programs for a GPU, all their plans, against the interpreter: with the host's meaning and thread by thread.
+
+Memory that nothing wrote holds NaN.  gpu_block.h runs the threads of a block in several orders: where a result depends
+on which thread is faster, a barrier is missing or memory is used again too soon.
+"""
+from __future__ import annotations
+
+import itertools
+import platform
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.codegen.support import whole
+from tests.codegen.test_rows import soft
+from tests.fusion import chains
+from tests.ir_graphs import assert_matches, random_case, random_inputs, reference
+from tests.random_products import random_product
+from tf_stitch import compiler
+from tf_stitch.assemble import join_texts
+from tf_stitch.backend import host
+from tf_stitch.ir import dims as D
+from tf_stitch.ir import interp
+from tf_stitch.ir.builder import Builder
+from tf_stitch.ir.graph import Graph, Node
+from tf_stitch.program.program import Program
+from tf_stitch.schedule import CUDA, build
+from tf_stitch.schedule.kernel_schedule import Part
+from tf_stitch.schedule.shared import compute_size
+
+GPU_BLOCK = (Path(__file__).parent / "gpu_block.h").read_text()
+MEANINGS = {"host": host.PRELUDE}
+if platform.machine() == "x86_64":
+    MEANINGS |= {f"threads in order {k}": f"#include <stdint.h>\n#define TS_ORDER {k}\n{GPU_BLOCK}" for k in range(3)}
+EACH = 1 << 30  # every block is a call of its own, with fresh memory
+TARGETS = {"default": CUDA, "superkernels": replace(CUDA, superkernels=True)}
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler(monkeypatch):
+    """What is compiled here runs once."""
+    monkeypatch.setattr(host, "HOST_FLAGS", (*(f for f in host.HOST_FLAGS if f not in ("-O3", "-fopenmp-simd")), "-O1"))
+
+
+def programs(graphs: list[Graph], meaning: str, target=CUDA) -> list[Program]:
+    """The programs of some graphs, with one code for all."""
+    laid = [compiler.lay_out(g, target) for g in graphs]
+    code = host.compile_text(MEANINGS[meaning] + join_texts([k for _, kernels in laid for k in kernels]))
+    return [replace(p, code=code) for p, _ in laid]
+
+
+def drawn(graph: Graph, sizes: dict[str, int], seed: int) -> list[np.ndarray]:
+    """Inputs of given sizes; integers are 0 or 1, so that they can be indices."""
+    return [x % 2 if x.dtype.kind in "iu" else x for x in random_inputs(graph, seed, sizes)]
+
+
+def agrees(graph: Graph, program: Program, inputs: list[np.ndarray], what: str) -> None:
+    want, got = interp.run(graph, inputs), host.run(program, inputs, EACH)
+    for w, g in zip(want, got, strict=True):
+        bound = (0.1 if w.dtype.itemsize < 4 else 1e-3) * max(float(np.abs(w.astype(np.float64)).max(initial=0)), 1e-3)
+        np.testing.assert_allclose(g.astype(np.float64), w.astype(np.float64), rtol=0, atol=bound, err_msg=what)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("meaning", MEANINGS)
+def test_random_products(meaning, target):
+    cases = [random_product(seed) for seed in range(70_000, 70_024)]
+    for case, program in zip(cases, programs([c.graph for c in cases], meaning, TARGETS[target]), strict=True):
+        for trial in range(4):
+            inputs = case.inputs(trial)
+            case.check(interp.run(case.graph, inputs), host.run(program, inputs, EACH))
+
+
+@pytest.mark.parametrize("meaning", MEANINGS)
+def test_random_graphs(meaning):
+    cases = [random_case(seed) for seed in range(71_000, 71_030)]
+    compared = 0
+    for case, program in zip(cases, programs([c.graph for c in cases], meaning), strict=True):
+        for trial in range(3):
+            inputs = random_inputs(case.graph, trial)
+            if (found := reference(case.graph, inputs)) is not None:
+                assert_matches(case, found[1], host.run(program, inputs, EACH), slack=2.0)
+                compared += 1
+    assert compared > len(cases)
+
+
+def attention(batch=None, length=40, width=32, dtype="float32") -> Graph:
+    """A layer of a transformer: products, masked softmax, residual sum, layer norm, two products."""
+    b = Builder()
+    x, mask = b.param((batch, length, width), dtype, "x"), b.param((batch, length), dtype, "mask")
+
+    def dense(x, units, name):
+        w, bias = b.param((x.shape[-1], units), dtype, name), b.param((units,), dtype, f"{name} bias")
+        y = b.dot(x, w, contract=((x.rank - 1,), (0,)))
+        return b.ew("add", y, b.broadcast_to(bias, y.shape))
+
+    q, k, v = (dense(x, width, name) for name in "qkv")
+    scores = b.dot(q, k, ((0,), (0,)), ((2,), (2,)))
+    hidden = b.broadcast_to(b.reshape(b.ew("mul", mask, -100.0), (x.shape[0], 1, length)), scores.shape)
+    y = b.dot(soft(b, b.ew("add", b.ew("mul", scores, width ** -0.5), hidden)), v, ((0,), (0,)), ((2,), (1,)))
+    x = chains._norm(b, b.ew("add", x, y), width)
+    return b.finish([x, dense(b.ew("tanh", dense(x, 2 * width, "up")), width, "down")], "attention")
+
+
+def masked_attention(batch=None, heads=2, length=40, depth=8, dtype="float32") -> Graph:
+    """Attention whose mask is computed once for all rows of a block."""
+    b = Builder()
+    q, k, v = (b.param((batch, heads, length, depth), dtype, name) for name in "qkv")
+    mask = b.param((batch, length), dtype, "mask")
+    scores = b.dot(q, k, ((0, 1), (0, 1)), ((3,), (3,)))
+    hidden = b.ew("log", b.ew("add", b.ew("mul", mask, mask), 1.0))
+    hidden = b.broadcast_to(b.reshape(hidden, (mask.shape[0], 1, 1, length)), scores.shape)
+    shares = soft(b, b.ew("sub", scores, hidden))
+    return b.finish([b.dot(shares, v, ((0, 1), (0, 1)), ((3,), (2,)))], "masked_attention")
+
+
+def recurrent(batch=None, steps=4, width=12, units=20, dtype="float32") -> Graph:
+    """The steps of an LSTM."""
+    b = Builder()
+    xs = b.param((batch, steps, width), dtype, "x")
+    n = xs.shape[0]
+    w, bias = b.param((width + units, 4 * units), dtype, "w"), b.param((4 * units,), dtype, "bias")
+    h, c = (b.broadcast_to(b.const(0.0, dtype), (n, units)) for _ in range(2))
+    for t in range(steps):
+        x = b.reshape(b.slice(xs, (0, t, 0), (n, 1, width)), (n, width))
+        z = b.dot(b.concat([x, h], 1), w, contract=((1,), (0,)))
+        z = b.ew("add", z, b.broadcast_to(bias, z.shape))
+        i, f, g, o = (b.slice(z, (0, k * units), (n, units)) for k in range(4))
+        c = b.ew("add", b.ew("mul", b.ew("sigmoid", f), c), b.ew("mul", b.ew("sigmoid", i), b.ew("tanh", g)))
+        h = b.ew("mul", b.ew("sigmoid", o), b.ew("tanh", c))
+    return b.finish([h, c], "recurrent")
+
+
+MODELS = {"attention": attention, "half attention": lambda: attention(dtype="float16"),
+          "masked attention": masked_attention, "half masked attention": lambda: masked_attention(dtype="bfloat16"),
+          "recurrent": recurrent,
+          "masked softmax": chains.masked_softmax, "small attention": chains.small_attention,
+          "norm, gelu, softmax": chains.norm_gelu_softmax, "norm backward": chains.norm_backward,
+          "embedding": chains.embedding_sum_norm, "cross entropy": chains.cross_entropy}
+
+
+@pytest.mark.parametrize("meaning", MEANINGS)
+def test_models(meaning):
+    graphs = [make() for make in MODELS.values()]
+    for name, graph, program in zip(MODELS, graphs, programs(graphs, meaning), strict=True):
+        for size in (1, 2, 9, 17, 65):
+            first, *others = graph.symbols
+            sizes = {first: size} | dict.fromkeys(others, 5)
+            agrees(graph, program, drawn(graph, sizes, zlib.crc32(name.encode()) + size), f"{name} {sizes}")
+
+
+@pytest.mark.skipif(len(MEANINGS) == 1, reason="threads are run on x86-64 only")
+def test_a_missing_barrier_is_seen(monkeypatch):
+    graph = MODELS["small attention"]()
+    (program,) = programs([graph], "host")
+    for k in range(2):
+        code = host.compile_text(MEANINGS[f"threads in order {k}"] + program.text.replace("TS_BARRIER", ""))
+        with pytest.raises(AssertionError):
+            agrees(graph, replace(program, code=code), drawn(graph, dict.fromkeys(graph.symbols, 3), 1), "")
+
+
+def used_together(part: Part) -> Iterator[set[Node]]:
+    """The staged values that the stages between two barriers read and write; a row chain has none inside."""
+    chained = {id(s) for c in part.chains for s in c.stages}
+    for stages in (*(c.stages for c in part.chains), *([s] for s in part.stages if id(s) not in chained)):
+        yield {n for s in stages for n in (*s.reads, *(i.node for i in s.items)) if n in part.slots}
+
+
+def span(part: Part, n: Node) -> tuple[int, int]:
+    """Where a staged value begins and ends in shared memory."""
+    slot = part.slots[n]
+    start = D.static(slot.offset)
+    return start, start + D.static(D.product(slot.room)) * compute_size(n)
+
+
+def test_values_that_are_used_together_lie_apart():
+    most = 0
+    for graph in (masked_attention(), masked_attention(length=96), chains.small_attention(length=64)):
+        for part in build(whole(graph), CUDA).parts:
+            assert part.chains
+            for nodes in used_together(part):
+                most = max(most, len(nodes))
+                spans = sorted(span(part, n) for n in nodes)
+                assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), graph.name
+    assert most > 2
