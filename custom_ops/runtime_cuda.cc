@@ -49,6 +49,7 @@ CudaPlan::CudaPlan(const Program& program, const Plan& plan, std::shared_ptr<Cud
     if (!error_.empty()) error_ += " (" + Where(launches_.back()) + ")";
   }
   PlaceWorkspace();
+  FindWriters();
   graphs_ = graphs_ && (launches_.size() >= kMinLaunches || counter_bytes_);
   bool calls = std::any_of(launches_.begin(), launches_.end(), [](const Launch& l) { return l.library != nullptr; });
   owns_arenas_ = calls && OwnBytes() > 0 && OwnBytes() <= kMostOwnBytes;
@@ -114,6 +115,19 @@ bool CudaPlan::AddGrid(size_t grid) {
   launch.grid = std::move(made);
   launches_.push_back(std::move(launch));
   return true;
+}
+
+// A buffer is written by the first step that touches it, of those with work: plans for other sizes write the same
+// outputs.
+void CudaPlan::FindWriters() {
+  writers_.assign(program_.buffers.size(), nullptr);
+  for (size_t i = 0; i < program_.steps.size(); ++i) {
+    const Step& s = program_.steps[i];
+    if (s.kind == Step::Kind::kAlias || !plan_.steps[i].blocks) continue;
+    for (uint32_t id : s.buffers) {
+      if (program_.buffers[id].kind != BufferKind::kInput && !writers_[id]) writers_[id] = &s;
+    }
+  }
 }
 
 // First the parts that library steps share in turn, then the counters of all grids.
@@ -390,13 +404,9 @@ bool CudaPlan::Overlap(uint32_t x, uint32_t y) const {
   return x == y || (begin_a < begin_b + plan_.buffer_bytes[y] && begin_b < begin_a + plan_.buffer_bytes[x]);
 }
 
-// Whether two steps touch the same memory and one of them writes it.  A buffer is written by the first step that
-// touches it.
+// Whether two steps touch the same memory and one of them writes it.
 bool CudaPlan::MustFollow(const Step& later, const Step& earlier) const {
-  auto writes = [&](const Step& s, uint32_t id) {
-    const Buffer& b = program_.buffers[id];
-    return b.kind != BufferKind::kInput && &program_.steps[b.first_step] == &s;
-  };
+  auto writes = [&](const Step& s, uint32_t id) { return writers_[id] == &s; };
   for (uint32_t x : earlier.buffers) {
     for (uint32_t y : later.buffers) {
       if ((writes(earlier, x) || writes(later, y)) && Overlap(x, y)) return true;

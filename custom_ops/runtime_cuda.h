@@ -139,6 +139,7 @@ class CudaPlan : public PlanExtra {
   std::string AddKernel(size_t step);
   bool AddGrid(size_t grid);
   void PlaceWorkspace();
+  void FindWriters();
   bool MustFollow(const Launch& later, const Launch& earlier) const;
   bool MustFollow(const Step& later, const Step& earlier) const;
   bool Overlap(uint32_t x, uint32_t y) const;
@@ -168,8 +169,9 @@ class CudaPlan : public PlanExtra {
   const std::shared_ptr<CudaCode> code_;
   const bool tf32_;
   std::string error_;
-  std::vector<Launch> launches_;  // of steps that have work
-  std::vector<uint64_t> words_;   // parameter blocks of all kernels; addresses are filled in by each run
+  std::vector<Launch> launches_;      // of steps that have work
+  std::vector<const Step*> writers_;  // by buffer: the step that writes it; null for inputs and what no step touches
+  std::vector<uint64_t> words_;       // parameter blocks of all kernels; addresses are filled in by each run
   int64_t workspace_bytes_ = 0;
   int64_t counters_at_ = 0, counter_bytes_ = 0;  // in the workspace: the counters of a run outside of graphs
   std::atomic<bool> graphs_{true};

@@ -72,7 +72,7 @@ def lay_out(graph: Graph, target: Target, ranges: Sequence[Range], begin: Begin)
         return programs[0], kernels
     size = D.symbol(whole.size.name, whole.size.lo, whole.size.hi)
     return join_programs(programs, variants.active_dims([r for r, _, _ in kept]), {whole.size.name: size},
-                         graph.guards), kernels
+                         graph), kernels
 
 
 def plan_range(graph: Graph, target: Target, here: Range, ranges: Sequence[Range]) -> RangePlan:

@@ -76,6 +76,21 @@ def test_every_size_gives_the_interpreters_results(make, monkeypatch):
     assert len(steps) == len(variants.ranges(graph, CUDA))
 
 
+def test_shapes_hold_for_all_sizes():
+    """The plan for most sizes knows that there are more rows than a slice takes."""
+    b = Builder()
+    x = b.param((None, 1024), "float32")
+    sums = b.reduce("sum", x, [1])
+    graph = b.finish([b.slice(sums, [0], [D.dmin(4, x.shape[0])]), b.ew("mul", x, b.reshape(sums, (x.shape[0], 1)))])
+    program = compiler.lay_out(graph, CUDA)[0]
+    assert len(variants.ranges(graph, CUDA)) > 1
+    for size in (0, 1, 3, 4, 600):
+        inputs = [np.random.default_rng(size).standard_normal((size, 1024)).astype(np.float32)]
+        for got, want in zip(host.run(program, inputs), interp.run(graph, inputs), strict=True):
+            assert got.shape == want.shape
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
 def test_one_plan_runs_at_a_time():
     found = variants.ranges(two_layers(), CUDA)
     assert found[-1].most is None and len(found) > 1

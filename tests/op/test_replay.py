@@ -6,13 +6,17 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.gpu.random_programs import Drawn
+from tests.op import programs
 from tf_stitch import grids
 from tf_stitch.backend import host
+from tf_stitch.ir import dims as D
+from tf_stitch.ir.graph import SymbolSource
 from tf_stitch.program import serialize
-from tf_stitch.program.program import KernelStep
+from tf_stitch.program.program import Buffer, KernelStep
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = ["tests/op/replay_graphs.cc", "custom_ops/program.cc", "custom_ops/plan.cc", "custom_ops/cuda_code.cc",
@@ -29,22 +33,37 @@ def in_phases(program):
     return dataclasses.replace(joined, grids=named)
 
 
+def in_ranges(seed):
+    """Plans for sizes up to 5 and for others, which both write the values: all of them are outputs."""
+    rng, n = np.random.default_rng(seed), programs.dim("n")
+    values = [Buffer("output", i, "float32", (n, n)) for i in range(12)]
+    few = D.dmin(1, D.dmax(0, 6 - n))
+    steps = []
+    for active in (few, 1 - few):
+        for out in range(1, len(values) + 1):
+            a, b = (int(x) for x in rng.integers(max(0, out - 3), out, 2))
+            step = programs.launch("t_mul", (a, b, out), n * n) if rng.random() < 0.5 else \
+                programs.launch("t_axpb", (a, out), n * n)
+            steps.append(dataclasses.replace(step, blocks=step.blocks * active))
+    return programs.program([Buffer("input", 0, "float32", (n, n)), *values], steps, {"n": SymbolSource("dim", 0, 0)})
+
+
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
+def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
-    for seed in range(6):
-        program = dataclasses.replace(in_phases(Drawn(seed).plain), code={"sm_90": b"fake"}, text="")
-        (folder / f"{seed}").write_bytes(serialize.dumps(program))
+    made = [*(in_phases(Drawn(seed).plain) for seed in range(6)), in_ranges(0), in_ranges(1)]
+    for k, program in enumerate(made):
+        (folder / f"{k}").write_bytes(serialize.dumps(dataclasses.replace(program, code={"sm_90": b"fake"}, text="")))
     return sorted(folder.iterdir())
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_replay_equals_launches(programs, sanitizer, tmp_path):
+def test_replay_equals_launches(files, sanitizer, tmp_path):
     binary = tmp_path / "replay"
     subprocess.run([*host.find_compiler(), "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}",
                     "-fno-sanitize-recover=all", *(str(ROOT / s) for s in SOURCES), "-o", str(binary), "-pthread",
                     "-ldl"], check=True)
-    done = subprocess.run([binary, "1", *map(str, programs)], capture_output=True, text=True, check=False)
+    done = subprocess.run([binary, "1", *map(str, files)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     launched, made, updated, saved = map(int, re.findall(r"\d+", done.stdout))
     assert launched > 500 and made > 50 and updated > 50 and saved > 100

@@ -9,22 +9,23 @@ from collections.abc import Mapping, Sequence
 from ..codegen.unit import SEPARATOR
 from ..ir import dims as D
 from ..ir.dims import Dim
-from ..ir.graph import Guard
+from ..ir.graph import Graph, Guard
 from .program import RESULT_DIMS, AliasStep, Buffer, KernelStep, LibraryStep, Program, Step
 
 
 def join_programs(programs: Sequence[Program], active: Sequence[Dim], whole: Mapping[str, Dim],
-                  guards: Sequence[Guard]) -> Program:
+                  graph: Graph) -> Program:
     """The program of several.
 
     Args:
-      programs: for one graph whose inputs and outputs share memory alike in all; the last one is for all sizes.
+      programs: whose inputs and outputs share memory alike in all; the last one is for all sizes that others are not.
       active: for each, a dim that is 1 where it is to run and 0 elsewhere.
       whole: the unknown by its name, as it is where no range bounds it.
-      guards: those of the graph, with which each program's begin; each may have others of its own.
+      graph: what they compute; its guards begin each program's, which may have others of its own.
     """
     general = programs[-1]
-    buffers = [Buffer(b.kind, b.index, b.dtype, tuple(D.substitute(d, whole) for d in b.shape))
+    sides = {"input": graph.params, "output": graph.outputs}  # whose shapes hold for all sizes
+    buffers = [Buffer(b.kind, b.index, b.dtype, tuple(D.substitute(d, whole) for d in sides[b.kind][b.index].shape))
                for b in general.buffers if b.kind != "temp"]  # these come first, in every program
     temps, steps = 0, list[Step]()
     own: dict[Guard, None] = {}
@@ -37,10 +38,10 @@ def join_programs(programs: Sequence[Program], active: Sequence[Dim], whole: Map
             temps += 1
         steps += [scale.step(s, place) for s in program.steps if not isinstance(s, AliasStep)]
         own.update(dict.fromkeys(Guard(g.kind, scale(g.a), scale.dim(g.b), g.reason)
-                                 for g in program.guards[len(guards):]))
+                                 for g in program.guards[len(graph.guards):]))
     steps += [s for s in general.steps if isinstance(s, AliasStep)]
     text = SEPARATOR.join(dict.fromkeys(part for p in programs for part in p.text.split(SEPARATOR) if part))
-    return Program(buffers, steps, general.symbols, [*guards, *own], text, name=general.name)
+    return Program(buffers, steps, general.symbols, [*graph.guards, *own], text, name=general.name)
 
 
 class _Scale:
