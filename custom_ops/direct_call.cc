@@ -24,6 +24,7 @@
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_var.h"
+#include "tensorflow/core/profiler/lib/traceme.h"
 #include "tensorflow/core/public/version.h"
 
 struct _object;  // Python's
@@ -246,6 +247,8 @@ absl::Status DirectCall::Run(absl::InlinedVector<Tensor, 8>* inputs, Variables* 
   params.op_device_context = device_context;
   params.runner = context_->runner();
   OpKernelContext op_context(&params);
+  // For the profiler, as executors do; programs name themselves.
+  tsl::profiler::TraceMe trace([this] { return kernel_->name() + ":" + kernel_->type_string(); });
   FlushDenormals flush;  // as where TensorFlow runs the kernel
   if (AsyncOpKernel* kernel = kernel_->AsAsync()) {
     absl::Notification done;

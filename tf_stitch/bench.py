@@ -40,9 +40,10 @@ Call = Callable[[], Any]
 
 LONGEST = 8  # kernels that a row names
 SYSTEMS = ("tensorflow", "xla", "stitched")
+EAGER = "EagerLocalExecute: "  # begins the event of an eager op, or of a function, whose ops have events of their own
 # Executed, but no work: not counted as ops.
-FREE_OPS = frozenset({"_Arg", "_Retval", "Const", "Identity", "IdentityN", "NoOp", "ReadVariableOp", "VarHandleOp",
-                      "_DeviceArg", "_DeviceRetval", "PartitionedCall", "StatefulPartitionedCall"})
+FREE_OPS = frozenset({"_Arg", "_Retval", "Const", "_EagerConst", "Identity", "IdentityN", "NoOp", "ReadVariableOp",
+                      "VarHandleOp", "_DeviceArg", "_DeviceRetval", "PartitionedCall", "StatefulPartitionedCall"})
 
 
 @dataclass
@@ -218,8 +219,9 @@ def peak_bytes(call: Call) -> int:
 def trace(call: Call) -> Trace:
     """What a call executed, from TensorFlow's profiler (XPlane).
 
-    Ops are host events named "node:Type", and "tf_stitch:name" for the runs of stitched programs.  Kernels are the
-    events of a GPU's streams, or on a CPU XLA's thunks and the steps of stitched programs ("tf_stitch_kernel:name").
+    Ops are host events named "node:Type", those of eager ops, and "tf_stitch:name" for the runs of stitched programs.
+    Kernels are the events of a GPU's streams, or on a CPU XLA's thunks and the steps of stitched programs
+    ("tf_stitch_kernel:name").
     TensorFlow stops reporting cheap ops after some ten calls of a function, so trace a young one.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -277,7 +279,10 @@ def _covered(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _op_type(event: str) -> str:
-    """The op type of an event "node:Type"; "" for events that are no ops (spaces, scopes, functions)."""
+    """The op type of an event "node:Type", or of an eager op's; "" for events that are no ops (spaces, scopes,
+    functions).
+    """
+    event = event.replace(EAGER, "eager:")
     node, colon, kind = event.rpartition(":")
     is_op = colon and node and not node.endswith(":") and kind.replace("_", "").isalnum() and " " not in node
     return kind if is_op and not kind.startswith("__") and kind != "StitchedProgram" else ""

@@ -433,6 +433,17 @@ def test_the_profiler_shows_function_and_programs(count):
     assert [(o.kind, o.calls) for o in traced.ops] == [("StitchedProgram", 1)]
 
 
+def test_the_profiler_shows_ops_that_programs_are_run_beside(count):
+    f = tf_stitch.function(products())
+    for _ in range(3):
+        f(A)
+    before = count.replayed
+    traced = bench.trace(lambda: f(A))
+    assert count.replayed == before + 1
+    assert {o.kind: o.calls for o in traced.ops if o.kind not in bench.FREE_OPS} == {
+        "StridedSlice": 1, "MatMul": 1, "StitchedProgram": 1, "StitchedAssign": 1}
+
+
 def test_it_can_be_turned_off(count, monkeypatch):
     monkeypatch.setenv("TF_STITCH_DIRECT_CALLS", "0")
     f = tf_stitch.function(lambda x: tf.exp(x) * 2 + 1)
