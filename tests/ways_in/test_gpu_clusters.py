@@ -223,3 +223,38 @@ def test_what_grapplers_remapper_makes_of_convolutions():
     (node,) = stitched(out)
     assert [s.flags[:3] for s in program_of(node).steps if isinstance(s, LibraryStep)] == [(1, 0, 1)] * 2
     assert not [n for g in report.graphs for n in g.left]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_turned_reductions_stay_tensorflows_in_training_steps(writes):
+    """Unless an option says otherwise; where nothing is written they join programs."""
+    def model():
+        x = v1.placeholder(tf.float32, [None, 8, 12, 12], name="x")
+        axes = tf.raw_ops.DataFormatDimMap(x=tf.constant([0, 1, 2]), src_format="NHWC", dst_format="NCHW")
+        mean = tf.reduce_mean(tf.exp(x) + 1.0, axes)
+        tf.tanh(mean * 2.0, name="y")
+        if writes:
+            handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[8])
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.sqrt(mean) + 1.0)
+
+    for options, stays in ((GPU, writes), (Options(target="cuda:sm_90", turned_steps=True), False)):
+        _, out, _ = for_gpu(model, options)
+        assert any(n.op == "Mean" for n in out.node) == stays
+        assert stitched(out)
+    host = for_gpu(model, Options(target="host"))[1]
+    assert not any(n.op == "Mean" for n in host.node)
+
+
+def test_the_shape_of_a_pooled_image_is_computed_where_its_gradient_reads_it():
+    def model():
+        x = v1.placeholder(tf.float32, [None, 12, 12, 8], name="x")
+        shape = tf.shape(tf.exp(x) * 2.0)
+        gradient = tf.nn.tanh(v1.placeholder(tf.float32, [None, 6, 6, 8], name="g") + 1.0)
+        tf.raw_ops.AvgPoolGrad(orig_input_shape=shape, grad=gradient, ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1],
+                               padding="VALID", name="y")
+
+    _, out, _ = for_gpu(model)
+    assert stitched(out)
+    by_name = {n.name: n for n in out.node}
+    pooled = next(n for n in out.node if n.op == "AvgPoolGrad")
+    assert by_name[pooled.input[0].split(":")[0]].op == "Shape"

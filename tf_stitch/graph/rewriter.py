@@ -29,7 +29,7 @@ from . import clusters, lower, updates
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
 from .importer import import_cluster
-from .variables import merge_reads, read_before_gathers
+from .variables import merge_reads, read_before_gathers, writes_variable
 from .view import GraphView
 
 Progress = Callable[[int, int, str], None]
@@ -121,17 +121,24 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
     options = resolve(options, {n.device for n in _nodes_of(source)} - {""})
     if why is None:
         try:
-            view = GraphView(source, library)
+            view = _view(source, library, options)
             if not any(n.op == OP for n in view):
                 source = read_before_gathers(source, view) if options.on_gpu else source
-                view = view if source is view.source else GraphView(source, library)
+                view = view if source is view.source else _view(source, library, options)
                 source = merge_reads(source, view, keep, run | set(view.control_rets))
-                view = view if source is view.source else GraphView(source, library)
+                view = view if source is view.source else _view(source, library, options)
                 source = _with_updates(source, view, run, options) if whole else source
-                view = view if source is view.source else GraphView(source, library)
+                view = view if source is view.source else _view(source, library, options)
         except Exception as e:  # a graph that cannot be understood is left alone
             why = _sentence(e)
     return _Place(name, source, view, options, keep_ends, why, keep, run | set(view.control_rets if view else ()))
+
+
+def _view(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: function_pb2.FunctionDefLibrary | None,
+          options: Options) -> GraphView:
+    view = GraphView(source, library)
+    view.knows_turned = options.turned_steps or not (options.on_gpu and any(writes_variable(n) for n in view))
+    return view
 
 
 def _with_updates(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, run: frozenset[str],
