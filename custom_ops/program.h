@@ -57,7 +57,9 @@ struct Buffer {
   std::vector<ExprId> shape;
   Backing backing;
   uint32_t backing_index;
-  int32_t first_step = -1, last_step = -1;  // the steps that touch it; the first one writes it, unless it is an input
+  // The steps that touch it.  Unless it is an input the first one that has work writes it: of plans for several ranges
+  // of sizes only one has.
+  int32_t first_step = -1, last_step = -1;
 };
 
 // What a library step calls.
