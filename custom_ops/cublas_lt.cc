@@ -36,7 +36,8 @@ struct HeuristicResult {
 constexpr int kDescTransA = 3, kDescTransB = 4, kDescEpilogue = 7, kDescBiasPointer = 8;
 constexpr int kLayoutBatchCount = 5, kLayoutStride = 6, kLayoutBatchMode = 8;
 constexpr int kBatchOfPointers = 1;
-constexpr int kPreferenceWorkspace = 1;
+constexpr int kPreferenceWorkspace = 1, kPreferenceReductions = 3;
+constexpr uint32_t kReduceInComputeType = 2;
 constexpr int kPreferenceAlignments[] = {5, 6, 7, 8};  // of A, B, C, D
 constexpr uint32_t kAlignment = kMatmulAlignment;
 constexpr int kEpilogueDefault = 1, kEpilogueBias = 4;
@@ -149,6 +150,10 @@ struct Matmul::Impl {
     }
     for (int attribute : kPreferenceAlignments) {
       if (!status) status = api->PreferenceSet(preference, attribute, &kAlignment, sizeof kAlignment);
+    }
+    // Sums of parts of the folded dim are not rounded to half types.  A library that does not know this goes on.
+    if (!status) {
+      api->PreferenceSet(preference, kPreferenceReductions, &kReduceInComputeType, sizeof kReduceInComputeType);
     }
     if (!status) status = api->Heuristic(handle, desc, a, b, c, c, preference, count, fresh.data(), &returned);
     if (preference) api->PreferenceDestroy(preference);
