@@ -1,14 +1,21 @@
 """Training steps on an NVIDIA GPU: variables whose new values are computed in programs."""
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import tf_stitch
-from tests.graph.test_updates import adam, assign, both, commits, graphs, ops, variable  # noqa: F401 (a fixture)
+from tests.gpu.test_op_gpu import exact_float32  # noqa: F401 (a fixture)
+from tests.graph.test_updates import (  # noqa: F401 (a fixture)
+    adam,
+    assign,
+    both,
+    check_threads_at_once,
+    commits,
+    graphs,
+    ops,
+    variable,
+)
 from tests.ways_in.graphs import normal
 from tests.ways_in.test_direct_call import count  # noqa: F401 (a fixture)
 
@@ -55,27 +62,10 @@ def test_a_write_since_the_read_is_not_lost(write, dtype):
 
 
 def test_no_update_of_threads_that_run_at_once_is_lost():
-    v = tf.Variable(tf.zeros([4096], tf.float64))
-
-    @tf_stitch.function
-    def fn(x):
-        v.assign_add(tf.floor(tf.exp(x) * 0) + 1 + v * 0)
-
-    x = tf.zeros([4096], tf.float64)
-    fn(x)
-
-    def run():
-        for _ in range(200):
-            fn(x)
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    np.testing.assert_array_equal(v, np.full(4096, 801.0))
+    check_threads_at_once(4096)
 
 
+@pytest.mark.usefixtures("exact_float32")
 def test_many_steps_of_many_variables():
     """Buffers change hands in every step; graphs and memory must follow."""
     def make():
@@ -94,21 +84,14 @@ def test_many_steps_of_many_variables():
         return fn, [*weights, *moments]
 
     x = tf.constant(normal(32, 64) * 0.1)
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-    try:
-        both(make, *[(x,)] * 50)
-    finally:
-        tf.config.experimental.enable_tensor_float_32_execution(True)
+    both(make, *[(x,)] * 50)
 
 
+@pytest.mark.usefixtures("exact_float32")
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_keras(name):
     from models import training
 
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-    try:
-        plain, stitched = (training.make(name, s) for s in ("tensorflow", "stitched"))
-    finally:
-        tf.config.experimental.enable_tensor_float_32_execution(True)
+    plain, stitched = (training.make(name, s) for s in ("tensorflow", "stitched"))
     assert training.error(stitched.weights, plain.weights) < 1e-2
     assert stitched.kernels < plain.kernels / 3

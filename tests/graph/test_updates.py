@@ -308,14 +308,15 @@ def test_an_assignment_initializes():
     np.testing.assert_array_equal(v, [[1.0]])
 
 
-def test_no_update_of_threads_that_run_at_once_is_lost():
-    v = tf.Variable(tf.zeros([64], tf.float64))
+def check_threads_at_once(size: int) -> None:
+    """Raises AssertionError where an update of a variable of ``size`` by four threads is lost."""
+    v = tf.Variable(tf.zeros([size], tf.float64))
 
     @tf_stitch.function
     def fn(x):
         v.assign_add(tf.floor(tf.exp(x) * 0) + 1 + v * 0)
 
-    x = tf.zeros([64], tf.float64)
+    x = tf.zeros([size], tf.float64)
     fn(x)
     start = threading.Barrier(4)
 
@@ -329,7 +330,11 @@ def test_no_update_of_threads_that_run_at_once_is_lost():
         t.start()
     for t in threads:
         t.join()
-    np.testing.assert_array_equal(v, np.full(64, 801.0))
+    np.testing.assert_array_equal(v, np.full(size, 801.0))
+
+
+def test_no_update_of_threads_that_run_at_once_is_lost():
+    check_threads_at_once(64)
 
 
 # --- random functions ---------------------------------------------------------------------------------------
