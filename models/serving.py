@@ -5,24 +5,21 @@
 
 Tenants are ResNet-18, a two-layer LSTM, BERT (4 layers) and DLRM, four of each, with weights of their own, under a
 Poisson load of equal shares.  ``search`` finds the highest rate at 99% of requests within the SLO for every policy of
-tf_stitch.serving.policies.  ``mixed`` sends a steady load to one latency-critical tenant, alone and while the others,
-as best effort, keep the device full.  ``soak`` is models.soak with these tenants and one that fails.  Answers are
-compared with those of the models as TensorFlow made them.
+tf_stitch.serving.policies.  ``mixed`` is models.mixed_load: a latency-critical tenant alone and while the others keep
+the device full.  ``soak`` is models.soak with these tenants and one that fails.  Answers are compared with those of the
+models as TensorFlow made them.
 """
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,128 +33,19 @@ from rich.table import Table
 import tf_stitch
 from tf_stitch import bench
 from tf_stitch.errors import StitchError
-from tf_stitch.serving import load, serve_bench
-from tf_stitch.serving.load import Client
+from tf_stitch.serving import serve_bench
 from tf_stitch.serving.plots import plot
-from tf_stitch.serving.policies import OURS, POLICIES, Devices, Model, open_session, virtual_gpus
+from tf_stitch.serving.policies import OURS, POLICIES, virtual_gpus
 
-from . import soak
+from . import mixed_load, soak
 from .serving_tenants import COPIES, KINDS, prepare, tenants
 
 EACH = 4           # tenants of each, with weights of their own
 SLO_MS = 50.0
 MEMORY_MB = 6144   # of each virtual GPU
-FLOOD = 2          # requests that a best-effort tenant always has under way
-FILL_S = 0.3       # until best effort has filled the device
-SLICES = 6         # that a load of the latency-critical tenant is sent in
 BASES = ("timeslice", "hyperq", "batching", "processes", "mps")
 WANTED = {"timeslice": 5.0, "hyperq": 3.0}  # times their rates should be served
 GOAL_MARGIN = 1.1  # and so much more, as rates of random arrivals vary
-
-
-# --- the mixed load ---------------------------------------------------------------------------------
-
-def mixed(models: Sequence[Model], policy: str, devices: Devices, work: Path, rate: float, seconds: float,
-          say: Callable[[str], None] = print, slices: int = SLICES) -> list[dict[str, Any]]:
-    """The first model's latencies, alone and while the others keep the device full.
-
-    Both loads last ``seconds``, in ``slices`` that take turns, as latencies of one load vary over time too.  The
-    arrivals of a pair of slices are the same.
-    """
-    others = [replace(m, client=replace(m.client, best_effort=True)) for m in models[1:]]
-    with contextlib.closing(open_session(policy, [models[0], *others], devices, work)) as session:
-        parts = {part: Part(part, models[0].client) for part in ("alone", "mixed")}
-        for turn in range(slices):
-            arrivals = load.poisson([models[0].client], rate, seconds / slices, seed=turn)
-            parts["alone"].send(session, arrivals)
-            with Flood(session, [m.client for m in others]) as flood:
-                time.sleep(FILL_S)
-                parts["mixed"].send(session, arrivals, flood)
-        rows = [{"policy": policy, "tenants": len(models), **part.row()} for part in parts.values()]
-    for row in rows:
-        say(f"{policy}, {row['tenant']} {row['part']}: p50 {row['p50_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms, "
-            f"best effort {row['best_effort_rps']:.0f} a second")
-    return rows
-
-
-class Part:
-    """The slices of one load of the latency-critical client."""
-
-    def __init__(self, name: str, client: Client) -> None:
-        self.name, self.client = name, client
-        self._slices: list[tuple[load.Arrivals, load.Measured]] = []
-        self._filled = self._failed = 0
-        self._seconds = 0.0
-
-    def send(self, session: Any, arrivals: load.Arrivals, flood: Flood | None = None) -> None:
-        """Sends a slice; what the flood was answered meanwhile is counted."""
-        before, begin = flood.answered if flood else 0, time.perf_counter()
-        self._slices.append((arrivals, load.measure(session.submit, [self.client], arrivals, begin + 0.01, 1)))
-        self._seconds += time.perf_counter() - begin
-        if flood:
-            self._filled += flood.answered - before
-            self._failed += flood.failed
-
-    def row(self) -> dict[str, Any]:
-        """What all slices gave, and each one's p99."""
-        each = [load.summary([self.client], arrivals, measured, 0.0) for arrivals, measured in self._slices]
-        figures = asdict(load.summary([self.client], *load.one_after_the_other(self._slices), 0.0))
-        del figures["by_client"]
-        return {"part": self.name, "tenant": self.client.name, **figures, "p99_ms_of_slices": [o.p99_ms for o in each],
-                "best_effort_rps": self._filled / self._seconds, "best_effort_failed": self._failed}
-
-
-class Flood:
-    """Keeps FLOOD requests of every client under way until it ends."""
-
-    def __init__(self, session: Any, clients: Sequence[Client]) -> None:
-        self.answered = self.failed = 0
-        self._session, self._clients = session, clients
-        self._stop = False
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Flood:
-        for client in self._clients:
-            for i in range(FLOOD):
-                self._send(client, i)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop = True
-        self._session.drain(30)
-        self._session.resume()
-
-    def _send(self, client: Client, i: int) -> None:
-        try:
-            future = self._session.submit(client.name, client.samples[i % len(client.samples)])
-        except (tf.errors.ResourceExhaustedError, tf.errors.UnavailableError):
-            return
-        future.add_done_callback(lambda done: self._next(client, i + 1, done))
-
-    def _next(self, client: Client, i: int, done: Any) -> None:
-        with self._lock:
-            if done.exception() is None:
-                self.answered += 1
-            else:
-                self.failed += 1
-        if not self._stop:
-            self._send(client, i)
-
-
-def mixed_table(rows: Sequence[dict[str, Any]]) -> Table:
-    out = Table(title="One latency-critical tenant; the others fill the device as best effort")
-    for name in ("policy", "tenant", "load", "requests", "p50 ms", "p95 ms", "p99 ms", "of slices", "p99 to alone",
-                 "best effort/s", "wrong", "failed"):
-        out.add_column(name, justify="left" if name in ("policy", "tenant", "load") else "right")
-    alone: dict[Any, float] = {}
-    for r in rows:
-        alone.setdefault(r["policy"], r["p99_ms"])
-        slices = r["p99_ms_of_slices"]
-        out.add_row(r["policy"], r["tenant"], r["part"], str(r["requests"]), f"{r['p50_ms']:.2f}", f"{r['p95_ms']:.2f}",
-                    f"{r['p99_ms']:.2f}", f"{min(slices):.2f} to {max(slices):.2f}",
-                    f"{r['p99_ms'] / alone[r['policy']]:.2f}x", f"{r['best_effort_rps']:.0f}", str(r["wrong"]),
-                    str(r["failed"] + r["best_effort_failed"]))
-    return out
 
 
 # --- what Python costs ------------------------------------------------------------------------------
@@ -207,7 +95,7 @@ class Results:
             yield serve_bench.table(self.rows, f"{self.facts['title']}: highest rate at 99% within the SLO")
             yield from _ratios(self.rows)
         if self.mixed:
-            yield mixed_table(self.mixed)
+            yield mixed_load.table(self.mixed)
         for report in self.soak:
             yield (f"soak of {report['policy']}, {report['seconds']} s: {report['counts']}; problems: "
                    f"{report['problems'] or 'none'}; memory grew by {report['growth_mb']} MB")
@@ -251,8 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--probes", type=int, default=20, help="loads of one search at most")
     parser.add_argument("--start", default="", metavar="POLICY=RATE,...", help="where searches begin (default: 50)")
     parser.add_argument("--mixed-policies", default="superkernel,stitched,hyperq")
-    parser.add_argument("--mixed-rate", type=float, default=100.0, help="of the latency-critical tenant")
-    parser.add_argument("--mixed-seconds", type=float, default=6.0, help="of each of the two loads")
+    parser.add_argument("--mixed-rate", type=float, default=200.0, help="of the latency-critical tenant")
+    parser.add_argument("--mixed-seconds", type=float, default=12.0, help="of each of the two loads")
     parser.add_argument("--soak-policies", default="superkernel")
     parser.add_argument("--soak-seconds", type=float, default=30.0)
     parser.add_argument("--critical", default="", help="the latency-critical tenant (default: the first)")
@@ -289,8 +177,9 @@ class _Run:
     def run(self) -> int:
         """All steps; 1 when an answer was wrong or a step failed."""
         args, results = self.args, self.results
-        results.facts["empty_model"] = cost(self.folder)
-        self.say(f"a model that does nothing: {results.facts['empty_model']}")
+        if self.policies:
+            results.facts["empty_model"] = cost(self.folder)
+            self.say(f"a model that does nothing: {results.facts['empty_model']}")
         used = {*self.policies, *self.mixed_policies, *self.soak_policies}
         self.models = tenants(self.kinds, args.each, self.folder, sorted(used), slo_ms=args.slo_ms,
                               prepared=args.prepared, say=self.say)
@@ -332,8 +221,8 @@ class _Run:
         """The mixed load under a policy."""
         critical = self.args.critical or self.models[0].client.name
         models = sorted(self.models, key=lambda m: m.client.name != critical)
-        self.results.mixed += mixed(models, policy, self.devices, self.folder, self.args.mixed_rate,
-                                    self.args.mixed_seconds, self.say)
+        self.results.mixed += mixed_load.mixed(models, policy, self.devices, self.folder, self.args.mixed_rate,
+                                               self.args.mixed_seconds, self.say)
 
     def soak(self, policy: str) -> None:
         """models.soak with these tenants, and one that fails for part of its inputs."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import tf_stitch
-from models import serving, soak
+from models import mixed_load, serving, soak
 from tf_stitch.serving import serve_bench
 from tf_stitch.serving.load import Outcome
 
@@ -49,7 +49,10 @@ def test_benchmark_of_real_tenants(tmp_path):
     assert found["rows"][0]["policy"] == "stitched" and found["rows"][0]["throughput_rps"] > 0
     assert [(r["part"], r["wrong"]) for r in found["mixed"]] == [("alone", 0), ("mixed", 0)]
     assert found["mixed"][1]["best_effort_rps"] > 0
-    assert all(len(r["p99_ms_of_slices"]) == serving.SLICES for r in found["mixed"])
+    assert all(len(r["p99_ms_of_rounds"]) == mixed_load.ROUNDS for r in found["mixed"])
+    assert found["mixed"][0]["p99_to_alone_interval"] == [1.0, 1.0]
+    low, high = found["mixed"][1]["p99_to_alone_interval"]
+    assert low <= found["mixed"][1]["p99_to_alone"] <= high
     (report,) = found["soak"]
     assert report["problems"] == [] and report["counts"]["answered"] > 0 and report["counts"]["failed"] > 0
     assert "1.00x" in (tmp_path / "serving.txt").read_text()
