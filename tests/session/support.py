@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -11,6 +13,14 @@ from tf_stitch.serving.dispatcher import THREAD_NAME
 
 NATIVE = tf_stitch.Options(levels=())  # code for this machine only builds faster
 WIDTH = 8
+
+
+def soon(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Waits until something holds; False when it does not in time."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
 
 
 def workers() -> int:

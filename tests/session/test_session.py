@@ -26,7 +26,7 @@ from tf_stitch.serving.model import ALIGNMENT, LARGE, _aligned
 from tf_stitch.serving.sources import save_function, stitched_copy
 
 from .marks import BOTH
-from .support import NATIVE, WIDTH, Gate, check, rows, scaled, want, workers
+from .support import NATIVE, WIDTH, Gate, check, rows, scaled, soon, want, workers
 
 
 def saved(function, folder):
@@ -617,6 +617,30 @@ def test_close_cancels_what_waits_too_long(gate):
     assert session.close(timeout_s=0.01) is False
     assert waiting.cancelled()
     assert running.done()
+
+
+@pytest.mark.parametrize("end", ["close", "drain", "remove"])
+def test_a_callback_may_end_its_session(end, gate):
+    """Its own request has its answer, and is not waited for; two callbacks do not wait for each other either."""
+    before = workers()
+    session = tf_stitch.StitchSession(coalesce=False, threads=3, reserve=0)
+    both, ended, took = threading.Barrier(2), [], []
+
+    def callback(name):
+        both.wait(10)
+        began = time.monotonic()
+        ended.append(session.remove(name, 20) if end == "remove" else getattr(session, end)(20))
+        took.append(time.monotonic() - began)
+
+    for name in "ab":
+        session.add(name, gate.function, warmup=False, verify=False, stitch=False)
+        session.submit(name, rows(0)).add_done_callback(lambda _, name=name: callback(name))
+        gate.arrived()
+    gate.open.set()
+    assert soon(lambda: len(took) == 2)
+    assert ended == [True, True] and max(took) < 5
+    assert session.close(5) is True and session._dispatcher.outstanding == 0
+    assert soon(lambda: workers() == before)
 
 
 @BOTH

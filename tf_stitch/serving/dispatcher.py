@@ -33,12 +33,13 @@ now = time.perf_counter
 class Request:
     """A request on its way: bound to the version of the model that it came for."""
 
-    __slots__ = ("arrays", "deadline", "endpoint", "expires", "future", "model", "submitted", "tenant")
+    __slots__ = ("arrays", "deadline", "endpoint", "expires", "future", "model", "settled", "submitted", "tenant")
 
     def __init__(self, tenant: Tenant, model: ServedModel, endpoint: Endpoint, arrays: list[Any],
                  timeout_s: float | None) -> None:
         self.tenant, self.model, self.endpoint, self.arrays = tenant, model, endpoint, arrays
         self.future: Future[dict[str, Any]] = Future()
+        self.settled = False  # it counts as outstanding no more
         self.submitted = now()
         self.expires = self.submitted + timeout_s if timeout_s is not None else math.inf
         self.deadline = min(self.submitted + tenant.due_s, self.expires)
@@ -89,6 +90,8 @@ class Dispatcher:
         self._running = [0, 0]  # as the heaps
         self._outstanding = 0
         self._waiters = 0
+        self._answering = threading.local()  # .request: whose callbacks this thread runs
+        self._callers: set[threading.Thread] = set()  # workers that may wait for others, in such a callback
         self._accepts = True
         self._closed = False
         self._workers = [threading.Thread(target=self._work, name=f"{THREAD_NAME}_{i}", daemon=True)
@@ -164,10 +167,12 @@ class Dispatcher:
             request.tenant.tally.settle(latency_s, error, cancelled)
         if cancelled:
             return  # whoever cancelled it gets no answer
+        self._answering.request = request
         if error is not None:
             request.future.set_exception(error)
         else:
             request.future.set_result(value)
+        self._answering.request = None
 
     def _run(self, request: Request) -> tuple[Any, BaseException | None]:
         if request.future.cancelled():
@@ -216,6 +221,10 @@ class Dispatcher:
         else:
             tenant.active -= 1
         tenant.running -= 1
+        if request.settled:
+            self._callers.discard(threading.current_thread())
+            return None
+        request.settled = True
         return self._release(tenant, model)
 
     def _release(self, tenant: Tenant, model: ServedModel) -> ServedModel | None:
@@ -225,6 +234,21 @@ class Dispatcher:
         if self._waiters:
             self._settled.notify_all()
         return model if model.retired and not model.outstanding else None
+
+    def settle_caller(self) -> None:
+        """To be called before what waits for requests: it may come from a callback of one, which has its answer.
+
+        That one is settled now, or it would be waited for until its callback ends.
+        """
+        request: Request | None = getattr(self._answering, "request", None)
+        if request is None or request.settled:
+            return
+        with self._lock:
+            request.settled = True
+            self._callers.add(threading.current_thread())
+            closing = self._release(request.tenant, request.model)
+        if closing is not None:
+            closing.close()
 
     @contextlib.contextmanager
     def hold(self, tenant: Tenant) -> Iterator[ServedModel]:
@@ -294,16 +318,21 @@ class Dispatcher:
             request.future.cancel()
 
     def close(self, timeout_s: float | None) -> bool:
-        """Ends the threads once they are idle; False when one still runs after ``timeout_s``."""
+        """Ends the threads once they are idle; False when one still runs after ``timeout_s``.
+
+        One that waits in a callback, perhaps for this, ends after it.
+        """
         end = math.inf if timeout_s is None else now() + timeout_s
         with self._lock:
             self._closed, self._accepts = True, False
         for _ in self._workers:
             self._wake.put(False)
-        for worker in self._workers:
-            if worker is not threading.current_thread():
-                worker.join(None if end == math.inf else max(0.0, end - now()))
-        return not any(worker.is_alive() for worker in self._workers)
+        with self._lock:
+            mine = {*self._callers, threading.current_thread()}
+        others = [worker for worker in self._workers if worker not in mine]
+        for worker in others:
+            worker.join(None if end == math.inf else max(0.0, end - now()))
+        return not any(worker.is_alive() for worker in others)
 
     def _wait(self, done: Any, timeout_s: float | None) -> bool:
         self._waiters += 1

@@ -196,6 +196,7 @@ class StitchSession:
 
         False when some were left after ``timeout_s``; they still get their answers.
         """
+        self._dispatcher.settle_caller()
         with self._changes:
             tenant = self._tenant(name)
             del self._tenants[name]  # a swap that is under way finds it removed
@@ -280,6 +281,7 @@ class StitchSession:
 
         :meth:`resume` takes requests again.
         """
+        self._dispatcher.settle_caller()
         return self._dispatcher.drain(timeout_s)
 
     def resume(self) -> None:
@@ -289,7 +291,11 @@ class StitchSession:
 
     def close(self, timeout_s: float | None = 30.0) -> bool:
         """Drains and gives everything back.  Requests that still wait after ``timeout_s`` are cancelled, those that run
-        end with an error; False when there were some.  A closed session stays closed."""
+        end with an error; False when there were some.  A closed session stays closed.
+
+        This, :meth:`drain` and :meth:`remove` may be called from a future's callback: its own request has its answer and
+        is not waited for."""
+        self._dispatcher.settle_caller()
         with self._changes:
             if self._closed:
                 return True
