@@ -38,7 +38,7 @@ from tf_stitch.serving.plots import plot
 from tf_stitch.serving.policies import OURS, POLICIES, virtual_gpus
 
 from . import mixed_load, soak
-from .serving_tenants import COPIES, KINDS, prepare, tenants
+from .serving_tenants import KINDS, prepare, tenants
 
 EACH = 4           # tenants of each, with weights of their own
 SLO_MS = 50.0
@@ -97,8 +97,7 @@ class Results:
         if self.mixed:
             yield mixed_load.table(self.mixed)
         for report in self.soak:
-            yield (f"soak of {report['policy']}, {report['seconds']} s: {report['counts']}; problems: "
-                   f"{report['problems'] or 'none'}; memory grew by {report['growth_mb']} MB")
+            yield from soak.tables(report)
 
 
 def _ratios(rows: Sequence[serve_bench.Row]) -> Iterator[str]:
@@ -227,10 +226,9 @@ class _Run:
     def soak(self, policy: str) -> None:
         """models.soak with these tenants, and one that fails for part of its inputs."""
         folder = self.folder / f"soak_{policy}"
-        subjects = [*soak.real(self.models, policy), *soak.toys(folder, 1, COPIES[policy])]
-        report = soak.held(subjects, self.args.soak_seconds, coalesce=policy == "superkernel",
-                           config=self.devices.config)
-        self.results.soak.append({"policy": policy, **report})
+        report = soak.held(soak.of_models(self.models, policy, folder), self.args.soak_seconds,
+                           coalesce=policy == "superkernel", config=self.devices.config)
+        self.results.soak.append({"title": policy, **report})
 
     def say(self, text: str) -> None:
         """Prints, with the time since the run began."""

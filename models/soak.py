@@ -6,7 +6,10 @@ Clients send requests to random tenants, cancel some and give some little time. 
 tenants, swaps their versions, and sends bursts that their queues cannot hold; one tenant fails for part of its inputs.
 It must hold that every request ends exactly once, that each answer is that of a version which was current when the
 request was sent, that the session's counts agree with the clients', that memory stays flat, and that the session closes
-cleanly.  "toys" are small functions whose inputs never repeat; "real" are those of models.serving.
+cleanly.  "toys" are small functions whose inputs never repeat; "real" are those of models.serving, and a toy.
+
+Memory is that of the tenants that are there, and of requests under way.  So every few seconds the operator brings back
+the tenants of the beginning and drains the session; what the process holds then is what is compared.
 """
 from __future__ import annotations
 
@@ -14,16 +17,15 @@ import argparse
 import collections
 import gc
 import itertools
-import json
 import os
 import random
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
 import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
 
 import tf_stitch
-from tf_stitch.bench import machine
+from tf_stitch import bench
 from tf_stitch.errors import OptionError
 from tf_stitch.saved_model import relative_error
 from tf_stitch.serving import scheduler
@@ -41,9 +45,14 @@ from tf_stitch.serving.dispatcher import THREAD_NAME
 from tf_stitch.serving.load import TOLERANCE
 from tf_stitch.serving.policies import Model
 
+from .held_memory import Held
+from .serving_tenants import COPIES, tenants
+
 WINDOW = 8              # requests of one client that are under way at once
 QUEUE, BURST = 32, 600  # a tenant's max_queue; requests sent at once
-GROWTH_MB = 64          # what memory may grow by over the second half of a run
+CHECK_S = 5.0           # between looks at what memory is held
+LEAST_CHECKS = 6        # to judge whether it grows: a third of them to warm up, two thirds to compare
+GROWTH_MB = 64          # what it may grow by from the second third of a run to the last one
 WIDTH = 16
 
 Inputs = Mapping[str, np.ndarray]
@@ -92,12 +101,12 @@ class Counts:
 class Soak:
     """Clients and an operator at work on one session."""
 
-    def __init__(self, session: tf_stitch.StitchSession, subjects: Sequence[Subject], clients: int, seed: int = 0
-                 ) -> None:
-        self.session, self.subjects, self.seed = session, subjects, seed
+    def __init__(self, session: tf_stitch.StitchSession, subjects: Sequence[Subject], clients: int, seed: int = 0,
+                 check_s: float = CHECK_S) -> None:
+        self.session, self.subjects, self.seed, self.check_s = session, subjects, seed, check_s
         self.counts = Counts()
         self.problems: list[str] = []
-        self.memory_mb: list[tuple[float, float, float]] = []  # seconds, resident, on the GPU
+        self.memory: list[tuple[float, Held]] = []  # when, with the tenants of the beginning and nothing under way
         self._tallies: list[Any] = []  # the session's own counts, those of removed tenants too
         self._live: list[Live] = []
         self._numbers = itertools.count()
@@ -109,7 +118,7 @@ class Soak:
         for subject in self.subjects:
             self._add(subject)
         threads = [threading.Thread(target=self._guard, args=(self._client, i)) for i in range(self._clients)]
-        threads += [threading.Thread(target=self._guard, args=(work, 0)) for work in (self._operator, self._watch)]
+        threads.append(threading.Thread(target=self._guard, args=(self._operator, 0)))
         begin = time.monotonic()
         for thread in threads:
             thread.start()
@@ -153,7 +162,8 @@ class Soak:
         try:
             future = self.session.submit(tenant.name, inputs, timeout_ms=timeout_ms)
         except (OptionError, tf.errors.UnavailableError):
-            self.counts.add("tenant was gone")
+            self.counts.add("not taken")  # the tenant was gone, or the session drained
+            time.sleep(0.001)
             return None
         except tf.errors.ResourceExhaustedError:
             self.counts.add("rejected by the queue")
@@ -203,8 +213,12 @@ class Soak:
         rng = random.Random(self.seed)
         works = [self._operator_adds, self._operator_swaps, self._operator_bursts, self._operator_removes]
         first = list(works)  # each of them at least once
+        begin = checked = time.monotonic()
         while not self._stop.wait(0.2):
             (first.pop(0) if first else rng.choice(works))(rng)
+            if time.monotonic() - checked >= self.check_s and not self._stop.is_set():
+                self._check_memory(begin)
+                checked = time.monotonic()
 
     def _operator_adds(self, rng: random.Random) -> None:
         if len(self._live) < 2 * len(self.subjects):
@@ -221,11 +235,13 @@ class Soak:
     def _operator_removes(self, rng: random.Random) -> None:
         able = [t for t in self._live if not t.subject.permanent]
         if len(able) > 2:
-            tenant = rng.choice(able)
-            self._live = [t for t in self._live if t is not tenant]
-            if not self.session.remove(tenant.name, timeout_s=60):
-                self._problem(f"{tenant.name} could not be removed within a minute.")
-            self.counts.add("tenants removed")
+            self._remove(rng.choice(able))
+
+    def _remove(self, tenant: Live) -> None:
+        self._live = [t for t in self._live if t is not tenant]
+        if not self.session.remove(tenant.name, timeout_s=60):
+            self._problem(f"{tenant.name} could not be removed within a minute.")
+        self.counts.add("tenants removed")
 
     def _operator_swaps(self, rng: random.Random) -> None:
         tenant = rng.choice([t for t in self._live if len(t.subject.versions) > 1])
@@ -248,11 +264,22 @@ class Soak:
             self._check(*sent)
         self.counts.add("bursts")
 
-    def _watch(self, _: int) -> None:
-        begin = time.monotonic()
-        while not self._stop.wait(1.0):
-            gc.collect()
-            self.memory_mb.append((time.monotonic() - begin, _resident_mb(), _gpu_mb()))
+    def _check_memory(self, begin: float) -> None:
+        """Notes what the tenants of the beginning hold when nothing is under way."""
+        for subject in self.subjects:
+            mine = [t for t in self._live if t.subject is subject]
+            for tenant in mine[1:]:
+                self._remove(tenant)
+            if not mine:
+                self._add(subject)
+                self.counts.add("tenants added")
+        if not self.session.drain(60):
+            self._problem("The session could not be drained within a minute.")
+        gc.unfreeze()
+        gc.collect()
+        self.memory.append((time.monotonic() - begin, Held.now()))
+        gc.freeze()
+        self.session.resume()
 
     # --- the end ------------------------------------------------------------------------------------
 
@@ -260,10 +287,10 @@ class Soak:
         if not self.session.drain(60):
             self._problem("The session could not be drained within a minute.")
         self._agree()
-        growth = [_growth([m[i] for m in self.memory_mb]) for i in (1, 2)]
-        for what, grown in zip(("resident", "GPU"), growth):
-            if grown > GROWTH_MB:
-                self._problem(f"The {what} memory grew by {grown:.0f} MB over the second half.")
+        growth = {what: _growth([getattr(held, what) for _, held in self.memory]) for what in Held.__annotations__}
+        for what, grown in growth.items():
+            if grown is not None and grown > GROWTH_MB:
+                self._problem(f"Memory ({what}) grew by {grown:.0f} MB from the second third of the run to the last.")
         held = sum(d["held"] for d in scheduler.stats().get("devices", [])) if self.session.coalesce else 0
         if held:
             self._problem(f"The scheduler still holds {held} requests.")
@@ -271,8 +298,7 @@ class Soak:
         return {"seconds": round(seconds, 1), "coalesce": self.session.coalesce, "problems": self.problems,
                 "counts": dict(sorted(self.counts.of.items())), "requests_per_second": self.counts.of["sent"] / seconds,
                 "stitched_runs": ops.stitched, "fallback_runs": ops.fallbacks,
-                "growth_mb": {"resident": growth[0], "gpu": growth[1]},
-                "memory_mb": [[round(v, 1) for v in m] for m in self.memory_mb[:: max(1, len(self.memory_mb) // 60)]]}
+                "growth_mb": growth, "memory_mb": [{"seconds": at, **asdict(held)} for at, held in self.memory]}
 
     def _agree(self) -> None:
         """Compares the session's counts with the clients'."""
@@ -300,24 +326,12 @@ def _kind(ended: Any) -> str:
     return "expired" if isinstance(ended, tf.errors.DeadlineExceededError) else "failed"
 
 
-def _resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") / 2**20
-
-
-def _gpu_mb() -> float:
-    if not tf.config.list_physical_devices("GPU"):
-        return 0.0
-    gpus = (d.name.rpartition("device:")[2] for d in tf.config.list_logical_devices("GPU"))
-    return sum(tf.config.experimental.get_memory_info(gpu)["current"] for gpu in gpus) / 2**20
-
-
-def _growth(values: Sequence[float]) -> float:
-    """Mean of the last fifth over that of the fifth in the middle; 0 when there are too few."""
-    fifth = len(values) // 5
-    if fifth < 2:
-        return 0.0
-    return float(np.mean(values[-fifth:]) - np.mean(values[2 * fifth:3 * fifth]))
+def _growth(values: Sequence[float]) -> float | None:
+    """Mean of the last third over that of the second; None when there are too few."""
+    third = len(values) // 3
+    if len(values) < LEAST_CHECKS:
+        return None
+    return round(float(np.mean(values[-third:]) - np.mean(values[-2 * third:-third])), 1)
 
 
 # --- subjects ---------------------------------------------------------------------------------------
@@ -408,11 +422,32 @@ def held(subjects: Sequence[Subject], seconds: float, *, clients: int = 8, seed:
     return report
 
 
-def _real(args: argparse.Namespace, folder: Path) -> list[Subject]:
-    from .serving_tenants import tenants
+def of_models(models: Sequence[Model], policy: str, folder: Path) -> list[Subject]:
+    """Models of models.serving_tenants, and a toy that fails for part of its inputs."""
+    return [*real(models, policy), *toys(folder, 1, COPIES[policy])]
 
+
+# --- the command --------------------------------------------------------------------------------------
+
+def tables(report: dict[str, Any]) -> Iterator[Table | str]:
+    """A report for people."""
+    memory = Table(title=f"Memory in MB, with the same tenants and nothing under way: {report['title']}")
+    for name in ("seconds", *Held.__annotations__):
+        memory.add_column(name, justify="right")
+    for row in report["memory_mb"]:
+        memory.add_row(*(f"{v:.1f}" for v in row.values()))
+    yield memory
+    yield (f"{report['seconds']} s, {report['requests_per_second']:.0f} requests a second: {report['counts']}\n"
+           f"from the second third to the last one, memory grew by {report['growth_mb']} MB; "
+           f"problems: {report['problems'] or 'none'}")
+
+
+def _subjects(args: argparse.Namespace, folder: Path) -> list[Subject]:
+    if args.tenants == "toys":
+        return toys(folder)
     policy = "superkernel" if args.coalesce else "stitched"
-    return real(tenants(args.kinds.split(","), args.each, folder, (policy,)), policy)
+    kinds = args.kinds.split(",")
+    return of_models(tenants(kinds, args.each, folder, (policy,), prepared=args.prepared), policy, folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -422,18 +457,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tenants", choices=("toys", "real"), default="toys")
     parser.add_argument("--kinds", default="resnet18,speech,bert,dlrm", help="of real tenants")
     parser.add_argument("--each", type=int, default=2, help="versions of real tenants")
+    parser.add_argument("--prepared", type=Path, metavar="DIR", help="what models.serving --prepare wrote")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--coalesce", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the report there, and as text beside it")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="tf_stitch_soak_") as temporary:
-        subjects = toys(Path(temporary)) if args.tenants == "toys" else _real(args, Path(temporary))
-        report = held(subjects, args.minutes * 60, clients=args.clients, seed=args.seed, coalesce=args.coalesce)
-    text = json.dumps({"machine": machine(), **report}, indent=1)
-    print(text)
+        report = held(_subjects(args, Path(temporary)), args.minutes * 60, clients=args.clients, seed=args.seed,
+                      coalesce=args.coalesce)
+    report["title"] = f"{'superkernels' if args.coalesce else 'stitched'}, {args.tenants} tenants"
+    console, facts = Console(width=200), bench.machine()
+    for one in tables(report):
+        console.print(one)
     if args.out:
-        args.out.write_text(text + "\n")
+        bench.write(args.out.parent, args.out.stem, {"machine": facts, **report}, facts, tables(report))
     return int(bool(report["problems"]))
 
 

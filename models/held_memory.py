@@ -1,0 +1,88 @@
+"""What the process holds of memory, on the host and on the GPU."""
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import tensorflow as tf
+
+MB = 2**20
+
+
+@dataclass(frozen=True)
+class Held:
+    """In MB.
+
+    Attributes:
+      resident: of the process, on the host.
+      heap: of it, what malloc has given out (glibc's mallinfo2: without what is free but not given back).
+      tensors: on the GPUs, what TensorFlow's allocator has given out.
+      gpu: taken of the first GPU, by all processes: TensorFlow's pool, and what the driver, libraries and this
+        project's op library allocate.
+    """
+
+    resident: float
+    heap: float
+    tensors: float
+    gpu: float
+
+    @staticmethod
+    def now() -> Held:
+        """What is held now."""
+        return Held(_resident_mb(), _heap_mb(), _tensors_mb(), _gpu_mb())
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / MB
+
+
+class _MallInfo(ctypes.Structure):
+    """struct mallinfo2 of malloc.h."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+@functools.cache
+def _mallinfo() -> ctypes._CFuncPtr:
+    found = ctypes.CDLL(None).mallinfo2
+    found.restype = _MallInfo
+    return found
+
+
+def _heap_mb() -> float:
+    info = _mallinfo()()
+    return (info.uordblks + info.hblkhd) / MB
+
+
+def _tensors_mb() -> float:
+    if not tf.config.list_physical_devices("GPU"):
+        return 0.0
+    gpus = (d.name.rpartition("device:")[2] for d in tf.config.list_logical_devices("GPU"))
+    return sum(tf.config.experimental.get_memory_info(gpu)["current"] for gpu in gpus) / MB
+
+
+def _gpu_mb() -> float:
+    if not tf.config.list_logical_devices("GPU"):
+        return 0.0
+    cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+    try:
+        _check(cuda.cuCtxPushCurrent_v2(context))
+        try:
+            _check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+        finally:
+            cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    finally:
+        cuda.cuDevicePrimaryCtxRelease_v2(0)
+    return (total.value - free.value) / MB
+
+
+def _check(result: int) -> None:
+    if result:
+        raise RuntimeError(f"The GPU's memory cannot be asked for: CUDA error {result}.")
