@@ -227,6 +227,17 @@ def test_three_neighbours_are_no_wide_access(size):
             assert columns != size or "TS_EACH(c1, 3)" in text
 
 
+@pytest.mark.parametrize("rows", [1, 100])
+def test_pieces_of_a_stack_are_not_found_by_conditions(rows):
+    """Where one is computed, blocks put together what they read of the stack, however little that lets them do."""
+    b = Builder()
+    pieces = [b.param((rows, 1, 512), "float32", f"x{k}") for k in range(12)]
+    pieces[-1] = b.ew("tanh", pieces[-1])
+    stack = b.reshape(b.concat(pieces, 1), (rows * 12, 512))
+    graph = b.finish([b.dot(stack, b.param((512, 29), "float32", "w"), contract=((1,), (0,)))])
+    assert "&&" not in kernel_of(graph, CUDA).text
+
+
 def test_rows_of_a_stack_are_read_in_wide_accesses():
     """Eight rows to a tile, each from a buffer of its own that a table names."""
     text = check(of_stack(16, 128, 64 * 132))

@@ -21,10 +21,9 @@ from .library import has_library, prepare_calls
 from .planner import Draft, Planned, draft
 from .split import split_reductions
 
-BOUNDS = (1, 8, 16, 64)  # sizes up to which a plan of its own is tried;
-FOLDED = (1, 128)  # these where products fold the unknown: without a bound, only a library does that fast;
-ROWS = 512  # and this one where no products but rows are folded: more are a warp's each, fewer a block's
-WORTH = 1.03  # a plan of its own must be so much faster at some size of its range: it is compiled, too.
+BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)  # sizes up to which a plan of its own is tried: it suits the upper half of those;
+ROWS = 512  # this one where no products but rows are folded: more are a warp's each, fewer a block's
+WORTH = 1.05  # a plan of its own must be so much faster at some size of its range: it is compiled, too.
 ONE = 1.005  # That for one row, where no size is unknown, gains more than estimates know of, and is wanted most often
 
 
@@ -55,9 +54,7 @@ def ranges(graph: Graph, target: Any) -> list[Range]:
     if size is None:
         size = _deciding(graph, _folds_rows)
         return [] if size is None or isinstance(size.hi, int) else [Range(size, 0, ROWS), Range(size, ROWS + 1)]
-    folded = any(size.name in {s.name for a in n.attrs["contract"][0] for s in D.symbols(n.inputs[0].shape[a])}
-                 for n in graph.nodes() if n.op == "dot")
-    bounds = [b for b in (FOLDED if folded else BOUNDS) if not isinstance(size.hi, int) or b < size.hi]
+    bounds = [b for b in BOUNDS if not isinstance(size.hi, int) or b < size.hi]
     return [*(Range(size, before + 1, b) for before, b in zip([0, *bounds], bounds, strict=False)), Range(size)]
 
 

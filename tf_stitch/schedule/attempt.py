@@ -102,7 +102,7 @@ class Attempt:
             stages = self._stages()
             chains = row_chains(stages, self.members, self.target)
             slots, size = plan_shared(stages, self.boxes, in_registers(chains, stages), self.crossing,
-                                      chains)
+                                      chains, for_most=not self.target.is_host)
             if guess(size) <= self.target.shared_bytes and (self.target.is_host or isinstance(size, int)):
                 break
             droppable = [n for n in self.storage.droppable() if n in self.kept] if droppable is None else droppable

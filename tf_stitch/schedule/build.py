@@ -27,6 +27,7 @@ SERIAL = 3  # a group that takes this many times its ideal time is better split,
 SMALL_TIME = 200_000  # unless it takes less than this many element operations, about what a kernel costs to start
 MANY_NODES = 100  # of a part; then only tiles are tried that are likely to be good
 FEW_TILES = 2  # that are tried for products besides those made for them
+A_LOAD = 4  # elements of a thread's widest access: with fewer blocks, rows would wait for each other in a loop
 GOOD_ENOUGH = 1.2  # a tile that computes at most this many times the least work ends the search
 
 Known = dict[Hashable, Tile | str]  # the best tile of parts alike, or why they have none
@@ -174,7 +175,8 @@ def _tiles(primary: Node, nodes: list[Node], target: Target) -> Iterator[Tile]:
     """Tiles of the primary that are worth a try, best guess first."""
     total = max((_folded_work(n) for n in nodes), default=1)
     share = max(guess(primary.size), 1)
-    per_block = min(max(total // target.min_blocks, target.block_work // 4), target.block_work)
+    least_work = target.threads * A_LOAD if target.has_threads else target.block_work // 4
+    per_block = min(max(total // target.min_blocks, least_work), target.block_work)
     if not isinstance(D.upper(primary.size), int):
         per_block = max(per_block, target.block_work // 2)  # the guess says little about how much there is to share
     elements = max(per_block * share // max(total, share), 1)

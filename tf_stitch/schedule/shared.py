@@ -3,7 +3,7 @@
 Space is shared by liveness (FusionStitching, arXiv 1811.05213, section 5.1.3): a slot is free again after the
 last stage that reads it.  The stages of a row chain are one in time: threads that have rows of their own do not wait
 for each other between them.  Hoisted values live through all blocks.  Slots of unknown size come last and share
-nothing.
+nothing; on a GPU, a slot of a size that has a bound gets room for the most.
 """
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ ALIGN = 64
 
 def plan_shared(stages: Sequence[Stage], boxes: Mapping[Node, Box],
                 elsewhere: Collection[Node] = (), across: Collection[Node] = (),
-                chains: Sequence[RowChain] = ()) -> tuple[dict[Node, Slot], Dim]:
+                chains: Sequence[RowChain] = (), for_most: bool = False) -> tuple[dict[Node, Slot], Dim]:
     """A slot for every staged value that is not kept ``elsewhere``, and the bytes that a block needs.
 
-    Rows of values in ``across`` are one element apart: neighbours of a column lie in different banks.
+    Rows of values in ``across`` are one element apart: neighbours of a column lie in different banks.  With
+    ``for_most``, unknown dims are taken as large as they can be.
     """
     life = {n: span for n, span in _lifetimes(stages, chains).items() if n not in elsewhere}
     placed: list[tuple[int, int, int, int]] = []  # offset, bytes, first stage, last stage
@@ -33,6 +34,7 @@ def plan_shared(stages: Sequence[Stage], boxes: Mapping[Node, Box],
     top = 0
     for n, (first, last) in life.items():
         room = room_of(n, boxes[n])
+        room = tuple(map(_bound, room)) if for_most else room
         room = (*room[:-1], room[-1] + 1) if n in across else room
         size = D.product(room) * compute_size(n)
         if not isinstance(size, int):
@@ -102,6 +104,12 @@ def _align(size: int) -> int:
 def room_of(n: Node, box: Box) -> Shape:
     """The most elements that a block's box has along every dim."""
     return tuple(_most(ext, size) for (_, ext), size in zip(box, n.shape, strict=True))
+
+
+def _bound(d: Dim) -> Dim:
+    """The most that a dim can be where that is a number, else the dim."""
+    most = D.upper(d)
+    return most if isinstance(most, int) else d
 
 
 def _most(ext: Dim, size: Dim) -> Dim:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..ir import dims as D
 from ..ir.graph import Node
 from ..ir.ops import EXPENSIVE, OPS
 from .rules import VIEWS
@@ -16,6 +17,7 @@ HEAVY = frozenset({"reduce", "arg_reduce", "scan", "dot", "conv", "window"})
 SOURCES = frozenset({"param", "const", "iota", "shape_value"})
 _WEIGHT = {"gather": 4, "gather_nd": 6, "pad": 2, "concat": 2, "cast": 1, "bitcast": 0, "select": 1, "reduce": 1,
            "dot": 2, "conv": 3, "window": 3, "scan": 8, "arg_reduce": 4}
+TALL = 8  # pieces of a concat from which on each element's piece is no longer found by conditions
 KEEP_WEIGHT = 8  # recomputing less than this in another stage is cheaper than a trip through shared memory
 
 
@@ -35,11 +37,20 @@ def _unshaped(node: Node) -> Node:
 
 
 def _unmoved(node: Node, axes: Sequence[int]) -> tuple[Node, tuple[int, ...]]:
-    """What a chain of transposes shows, and the axes there."""
-    while node.op == "transpose":
-        axes = tuple(node.attrs["perm"][a] for a in axes)
-        node = node.inputs[0]
+    """What a chain of transposes, and of reshapes that leave some axes as they are, shows, and these axes there."""
+    while node.op in ("transpose", "reshape"):
+        before = [node.attrs["perm"][a] if node.op == "transpose" else _before_reshape(node, a) for a in axes]
+        if None in before:
+            break
+        axes, node = [a for a in before if a is not None], node.inputs[0]
     return node, tuple(axes)
+
+
+def _before_reshape(node: Node, axis: int) -> int | None:
+    """The axis of a reshape's operand with the size and the stride of one of its own; None when there is none."""
+    x, stride = node.inputs[0], D.product(node.shape[axis + 1:])
+    return next((a for a in range(x.rank) if x.shape[a] == node.shape[axis] and D.product(x.shape[a + 1:]) == stride),
+                None)
 
 
 class Storage:
@@ -60,6 +71,7 @@ class Storage:
         self.kept: set[Node] = {n for n in nodes if n in self.outputs or n.op in HEAVY}
         self._keep_before_broadcasts()
         self._keep_shared_work()
+        self.tall: set[Node] = set()  # stacks of so many pieces that products cannot look for each element's
         if in_tiles:
             self._keep_stacks()
             self._keep_operands()
@@ -122,6 +134,7 @@ class Storage:
                 if source.op == "concat" and source in self.members and computed \
                         and source.attrs["axis"] not in axes and len(source.inputs) > 2:
                     self.kept.add(source)
+                    self.tall |= {source} if len(source.inputs) >= TALL else set()
 
     def _keep_operands(self) -> None:
         """What takes work and a product reads is computed once, not by every thread that reads it."""
@@ -149,7 +162,8 @@ class Storage:
             work = self._weight_to_kept(n)
             return work >= 12, len(self.users[n]), work
 
-        free = [n for n in self.nodes if n in self.kept and n not in self.outputs and n.op not in HEAVY]
+        free = [n for n in self.nodes
+                if n in self.kept and n not in self.outputs and n not in self.tall and n.op not in HEAVY]
         return sorted(free, key=order)
 
     def order(self) -> list[Node]:
