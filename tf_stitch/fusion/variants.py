@@ -21,7 +21,7 @@ from .library import has_library, prepare_calls
 from .planner import Draft, Planned, draft
 from .split import split_reductions
 
-BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)  # sizes up to which a plan of its own is tried: it suits the upper half of those;
+BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)  # sizes up to which a plan of its own is tried: it suits their upper half;
 ROWS = 512  # this one where no products but rows are folded: more are a warp's each, fewer a block's
 WORTH = 1.05  # a plan of its own must be so much faster at some size of its range: it is compiled, too.
 ONE = 1.005  # That for one row, where no size is unknown, gains more than estimates know of, and is wanted most often
