@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .view import GraphView
 
 ENTER = frozenset({"Enter", "RefEnter"})
 EXIT = frozenset({"Exit", "RefExit"})
@@ -71,6 +75,13 @@ def contexts(order: Iterable[Flow], ops: Mapping[str, str]) -> dict[str, Context
         else:
             done[node.name] = _step(node, _all_of(arriving + controls))
     return done
+
+
+def contexts_of(view: GraphView) -> dict[str, Context]:
+    """The context of each node of a view."""
+    flows = (Flow(n.name, n.op, n.inputs, n.control_inputs, n.attr("frame_name", "") if n.op in ENTER else "")
+             for n in view)
+    return contexts(flows, {n.name: n.op for n in view})
 
 
 def _all_of(contexts_: list[Context]) -> Context:

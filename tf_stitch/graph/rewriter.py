@@ -25,9 +25,10 @@ from ..program import serialize
 from ..program.program import AliasStep, Program
 from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
-from . import clusters, lower, updates
+from . import clusters, lists, loops, lower, updates
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
+from .edits import without_dead
 from .importer import import_cluster
 from .variables import merge_reads, read_before_gathers, writes_variable
 from .view import GraphView
@@ -37,6 +38,7 @@ Progress = Callable[[int, int, str], None]
 OP = "StitchedProgram"
 OUTPUT_ARG = "results"
 FALLBACK_PREFIX = "tf_stitch_fallback_"
+MAX_STRAIGHT = 3  # rounds of writing loops out: what is known of lists may be another loop's number of turns
 MAX_ROUNDS = 40  # of finding clusters again after a node turned out not to be importable
 
 
@@ -123,6 +125,8 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
         try:
             view = _view(source, library, options)
             if not any(n.op == OP for n in view):
+                if whole or library is not None:
+                    source, view = _straight(source, library, view, options, keep, run, keep_ends)
                 source = read_before_gathers(source, view) if options.on_gpu else source
                 view = view if source is view.source else _view(source, library, options)
                 source = merge_reads(source, view, keep, run | set(view.control_rets))
@@ -132,6 +136,27 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
         except Exception as e:  # a graph that cannot be understood is left alone
             why = _sentence(e)
     return _Place(name, source, view, options, keep_ends, why, keep, run | set(view.control_rets if view else ()))
+
+
+def _straight(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: function_pb2.FunctionDefLibrary | None,
+              view: GraphView, options: Options, keep: frozenset[str], run: frozenset[str], keep_ends: bool
+              ) -> tuple[graph_pb2.GraphDef | function_pb2.FunctionDef, GraphView]:
+    """The graph with loops of a known number of turns written out, and its view."""
+    ends = {n.name for n in view if not view.consumers(n.name) and not view.control_consumers(n.name)}
+    kept = keep | run | (ends if keep_ends else frozenset())
+    for _ in range(MAX_STRAIGHT):
+        done = source
+        source = loops.written_out(source, view, kept, loops.MOST_NODES)
+        view = view if source is done else _view(source, library, options)
+        if source is not done or any(n.op.startswith("TensorList") for n in view):
+            read = lists.read_through(source, view)
+            view = view if read is source else _view(read, library, options)
+            source = read
+        if source is done:
+            break
+        source = without_dead(source, view, kept | ends)
+        view = _view(source, library, options)
+    return source, view
 
 
 def _view(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: function_pb2.FunctionDefLibrary | None,

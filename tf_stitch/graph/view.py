@@ -303,11 +303,17 @@ class GraphView:
         name, port = ref
         if not self.is_function:
             return f"{name}:{port}" if port else name
-        node = self.nodes[name]
-        if node.proto is None:
+        proto = self.nodes[name].proto
+        if proto is None:
             return f"{name}:{port}" if port else name
-        arg, base = max(((a, b) for a, b in self._port_base[name].items() if b <= port), key=lambda item: item[1])
-        return f"{name}:{arg}:{port - base}"
+        return self.output_text(proto, port)
+
+    def output_text(self, proto: node_def_pb2.NodeDef, port: int) -> str:
+        """How an output of a node, which need not be in the view yet, is written as an input of others."""
+        if not self.is_function:
+            return f"{proto.name}:{port}" if port else proto.name
+        arg, base = max(((a, b) for a, b in self._bases(proto).items() if b <= port), key=lambda item: item[1])
+        return f"{proto.name}:{arg}:{port - base}"
 
     # --- types and values ---------------------------------------------------------------------------
 

@@ -1,0 +1,156 @@
+"""Changed copies of graphs: nodes are added and taken away, and readers are pointed to what is there instead."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
+
+from .variables import free_name
+from .view import ARG_OPS, RET_OPS, GraphView, Ref, op_def
+
+ENDS = ARG_OPS | RET_OPS | {"NoOp", "Placeholder", "PlaceholderWithDefault"}
+Key = tuple[str, tuple[int, ...], bytes, str]
+
+
+class Edit:
+    """Collects changes to a graph or function body.
+
+    Attributes:
+      instead: by a value of the old graph, what is read for it; it may be one that ``instead`` names again.
+      waits: by a node that goes, the nodes that are waited for in its place.
+    """
+
+    def __init__(self, source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView):
+        self.source, self.view = source, view
+        self.instead: dict[Ref, Ref] = {}
+        self.waits: dict[str, tuple[str, ...]] = {}
+        self._taken = set(view.nodes)
+        self._numbers: dict[str, int] = {}
+        self._made: dict[str, tuple[node_def_pb2.NodeDef, Sequence[str]]] = {}
+        self._constants: dict[Key, str] = {}
+
+    # --- adding -------------------------------------------------------------------------------------
+
+    def add(self, node: node_def_pb2.NodeDef, name: str, types: Sequence[str], inputs: Sequence[Ref],
+            controls: Iterable[str] = ()) -> str:
+        """Takes a new node in, under a name that begins as given; returns the name.
+
+        ``types`` are those of what it gives.  ``inputs`` may be values of the old graph and of new nodes.
+        """
+        del node.input[:]
+        node.input.extend([*map(self.text, inputs), *(f"^{c}" for c in dict.fromkeys(controls))])
+        self._numbers[name] = self._numbers.get(name, -1) + 1
+        node.name = free_name(f"{name}_{self._numbers[name]}", self._taken)
+        self._made[node.name] = node, types
+        return node.name
+
+    def constant(self, value: np.ndarray, device: str, name: str) -> Ref:
+        """A Const node on a device, one for equal values."""
+        key = value.dtype.str, value.shape, value.tobytes(), device
+        if key not in self._constants:
+            node = node_def_pb2.NodeDef(op="Const", device=device)
+            node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+            node.attr["dtype"].type = node.attr["value"].tensor.dtype
+            self._constants[key] = self.add(node, name, [value.dtype.name], [])
+        return self._constants[key], 0
+
+    def mark(self) -> tuple[int, int]:
+        """What :meth:`undo` goes back to."""
+        return len(self._made), len(self._constants)
+
+    def undo(self, mark: tuple[int, int]) -> None:
+        """Takes away the nodes that were added since."""
+        for kept, added in zip(mark, (self._made, self._constants), strict=True):
+            for key in list(added)[kept:]:  # type: ignore[call-overload]
+                del added[key]  # type: ignore[attr-defined]
+
+    def text(self, ref: Ref) -> str:
+        """How a value is written as an input."""
+        while ref in self.instead:
+            ref = self.instead[ref]
+        return self.view.output_text(self._made[ref[0]][0], ref[1]) if ref[0] in self._made else self.view.ref_text(ref)
+
+    def dtype(self, ref: Ref) -> str:
+        """Element type name of a value."""
+        return self._made[ref[0]][1][ref[1]] if ref[0] in self._made else self.view.dtype(ref)
+
+    def device(self, ref: Ref) -> str:
+        """Where the node is placed that gives a value."""
+        return self._made[ref[0]][0].device if ref[0] in self._made else self.view[ref[0]].device
+
+    # --- the copy -----------------------------------------------------------------------------------
+
+    def graph(self) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
+        """The changed copy."""
+        out = type(self.source)()
+        out.CopyFrom(self.source)
+        is_function = isinstance(out, function_pb2.FunctionDef)
+        if is_function:
+            for arg, ref in zip(out.signature.output_arg, self.view.rets, strict=True):
+                out.ret[arg.name] = self.text(ref) if ref in self.instead else out.ret[arg.name]
+        target = out.node_def if is_function else out.node
+        nodes = [self._rewired(n) for n in target if n.name not in self.waits]
+        del target[:]
+        target.extend(nodes)
+        target.extend(self._waiting_node(n) for n, _ in self._made.values())
+        target.extend(node_def_pb2.NodeDef(name=end, op="NoOp", input=[f"^{w}" for w in self._waiting([end])])
+                      for end in dict.fromkeys(self.view.control_rets) if end in self.waits)
+        return out
+
+    def _rewired(self, node: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
+        """A node that stays, reading what is there now."""
+        seen = self.view[node.name]
+        out = node_def_pb2.NodeDef()
+        out.CopyFrom(node)
+        texts = [self.text(ref) if ref in self.instead else text
+                 for ref, text in zip(seen.inputs, node.input, strict=False)]
+        del out.input[:]
+        out.input.extend([*texts, *(f"^{c}" for c in self._waiting(seen.control_inputs))])
+        if "_class" in out.attr:
+            kept = [s for s in out.attr["_class"].list.s if s.decode().removeprefix("loc:@") not in self.waits]
+            out.attr["_class"].list.s[:] = kept
+            if not kept:
+                del out.attr["_class"]
+        return out
+
+    def _waiting_node(self, node: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
+        """A new node, waiting for what is there now."""
+        data = [i for i in node.input if not i.startswith("^")]
+        controls = self._waiting(i[1:] for i in node.input if i.startswith("^"))
+        del node.input[:]
+        node.input.extend([*data, *(f"^{c}" for c in controls)])
+        return node
+
+    def _waiting(self, names: Iterable[str]) -> list[str]:
+        """What to wait for in place of nodes some of which are gone."""
+        found: dict[str, None] = {}
+        for name in names:
+            found.update(dict.fromkeys(self._waiting(self.waits[name]) if name in self.waits else [name]))
+        return list(found)
+
+
+def without_dead(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, keep: Iterable[str]
+                 ) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
+    """A copy without the nodes that neither ``keep``, nor what has effects, nor a result depends on."""
+    live: set[str] = set()
+    stack = [*keep, *(name for name, _ in view.rets), *view.control_rets, *(n.name for n in view if _stays(n.op))]
+    while stack:
+        name = stack.pop()
+        if name in view.nodes and name not in live:
+            live.add(name)
+            stack.extend((*(src for src, _ in view[name].inputs), *view[name].control_inputs))
+    out = type(source)()
+    out.CopyFrom(source)
+    nodes = out.node_def if isinstance(out, function_pb2.FunctionDef) else out.node
+    left = [n for n in nodes if n.name in live]
+    kept = [node_def_pb2.NodeDef.FromString(n.SerializeToString()) for n in left]
+    del nodes[:]
+    nodes.extend(kept)
+    return out
+
+
+def _stays(op: str) -> bool:
+    signature = op_def(op)
+    return op in ENDS or signature is None or signature.is_stateful
