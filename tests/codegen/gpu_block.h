@@ -75,12 +75,16 @@ static inline bool __isGlobal(const void*) { return true; }
 
 #include "ts_cuda.h"
 
-// What a host gives another meaning: loads that are to be under way together, and how a kernel is called (as
-// ts_host.h).
+// What a host gives another meaning: loads that are to be under way together, rows (what nothing wrote is NaN), and how
+// a kernel is called (as ts_host.h).
 #undef TS_LOADED
+#undef TS_ROW
 #undef TS_ENTER
 #undef TS_KERNEL_
 #define TS_LOADED(a, n)
+#define TS_ROW(T, name, n, L, W)            \
+  T name[TS_ROW_TURNS_(n, L, W) * (W)];     \
+  __builtin_memset(name, 0xFF, sizeof name);
 #define TS_ENTER(bits)                      \
   typedef ts_index_type<bits>::type ts_idx; \
   char* const ts_shared = ts_shared_memory; \

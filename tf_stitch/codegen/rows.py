@@ -44,11 +44,10 @@ class Rows(Loops):
             self.scopes.line("// rows: " + "; ".join(_summary(s) for s in self.chain.stages))
             for n, name in self.arrays.items():
                 self.scopes.line(f"TS_ROW({compute_type(n.dtype)}, {name}, {self._shape})")
-            made = {i.node for s in self.chain.stages for i in s.items}
             for k, s in enumerate(self.chain.stages):
                 self.stage = s
                 if len(s.shape) == len(self.box):
-                    self._whole(s, [n for n, first in self.chain.held.items() if first == k and n not in made])
+                    self._whole(s, [n for n, first in self.chain.held.items() if first == k])
                 else:
                     self._per_row(s)
 
@@ -56,24 +55,28 @@ class Rows(Loops):
     def _shape(self) -> str:
         return f"{self.size}, {self.lanes}, {self.chain.run}"
 
-    def _whole(self, s: Stage, inputs: list[Node]) -> None:
-        """A stage over the elements of the row, and what its folds give; ``inputs`` are loaded to be held."""
+    def _whole(self, s: Stage, first: list[Node]) -> None:
+        """A stage over the elements of the row, and what its folds give; ``first`` are held from it on.
+
+        What no stage of the chain computes is loaded: inputs, and what a stage before the chain put into shared memory.
+        """
+        computed = {i.node for i in s.items if not i.copy}
         items = self._fold_items()
         for _, fold, acc in items:
             self.scopes.line(f"{fold.type} {acc} = {fold.start};")
         accumulators = {i.node: (fold, acc) for i, fold, acc in items}
         with self._elements():
-            for n in inputs:
-                self._hold(n, evaluate(self.e, n, self.index))
+            for n in first:
+                if n not in computed:
+                    self._hold(n, evaluate(self.e, n, self.index))
             for item in s.items:
                 if item.node in accumulators and self._folds(item):
                     fold, acc = accumulators[item.node]
                     self.scopes.line(fold.step_lane(acc, self._term(item.node)))
                 else:
                     self._element(item)
-        for n in (*inputs, *(i.node for i in s.items)):
-            if n in self.arrays:
-                self.scopes.top.values[(n, self.index)] = f"{self.arrays[n]}[j]"
+        for n in first:
+            self.scopes.top.values[(n, self.index)] = f"{self.arrays[n]}[j]"
         for item, fold, acc in items:
             self._folded(item, fold, acc)
 

@@ -74,10 +74,13 @@ struct ts_problem {
 #define TS_TILE_OWN(q, base, n, S, W) TS_FOR_(q, 0, n)
 #define TS_TILE_SUM(T, a, q, A, S, W, parts) (a)[q]
 
-// Runs of neighbours and row chains: text of the CUDA target, here with the whole row in one array.
+// Runs of neighbours and row chains: text of the CUDA target, here with the whole row in one array, in which what
+// nothing wrote is NaN.
 #define TS_LANE_RUNS(off, ext, L, W) TS_STEPS(ts_i, off, ext, W)
 #define TS_RUN_EACH(i, W) TS_FOR_(ts_w, 0, W) if (const ts_idx i = ts_i + ts_w; true)
-#define TS_ROW(T, name, n, L, W) T name[n];
+#define TS_ROW(T, name, n, L, W) \
+  T name[n];                     \
+  __builtin_memset(name, 0xFF, sizeof name);
 #define TS_ROW_TURNS(n, L, W) TS_STEPS(ts_i, 0, n, W)
 #define TS_LONG_ROW_TURNS TS_ROW_TURNS
 #define TS_ROW_EACH(i, j, W) \
