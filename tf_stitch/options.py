@@ -27,9 +27,6 @@ class Options:
         94 us, speech 430 against 202), so it is not the default.
       autotune: on a GPU, time several algorithms of cuBLASLt and cuDNN for each class of shapes when it comes for the
         first time, and take the fastest; else the one that the library recommends.
-      turned_steps: on a GPU, axes and sizes that Grappler's layout optimizer turned are known in training steps too, so
-        that reductions of turned images join programs.  One step of a convolutional network gave NaN on an H200 with
-        it and was right in a build without it; the reason was not found, so it is not the default.
     """
 
     target: str = "auto"
@@ -41,7 +38,6 @@ class Options:
     superkernels: bool = False
     grids: bool = False
     autotune: bool = True
-    turned_steps: bool = False
 
     def __post_init__(self) -> None:
         for name in ("levels", "keep", "skip_ops"):

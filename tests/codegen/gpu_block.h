@@ -82,8 +82,8 @@ static inline bool __isGlobal(const void*) { return true; }
 #undef TS_ENTER
 #undef TS_KERNEL_
 #define TS_LOADED(a, n)
-#define TS_ROW(T, name, n, L, W)            \
-  T name[TS_ROW_TURNS_(n, L, W) * (W)];     \
+#define TS_ROW(T, name, n, L, W)        \
+  T name[TS_ROW_TURNS_(n, L, W) * (W)]; \
   __builtin_memset(name, 0xFF, sizeof name);
 #define TS_ENTER(bits)                      \
   typedef ts_index_type<bits>::type ts_idx; \

@@ -30,7 +30,7 @@ from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
 from .edits import without_dead
 from .importer import import_cluster
-from .variables import merge_reads, read_before_gathers, writes_variable
+from .variables import merge_reads, read_before_gathers
 from .view import GraphView
 
 Progress = Callable[[int, int, str], None]
@@ -123,23 +123,23 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
     options = resolve(options, {n.device for n in _nodes_of(source)} - {""})
     if why is None:
         try:
-            view = _view(source, library, options)
+            view = GraphView(source, library)
             if not any(n.op == OP for n in view):
                 if whole or library is not None:
-                    source, view = _straight(source, library, view, options, keep, run, keep_ends)
+                    source, view = _straight(source, library, view, keep, run, keep_ends)
                 source = read_before_gathers(source, view) if options.on_gpu else source
-                view = view if source is view.source else _view(source, library, options)
+                view = view if source is view.source else GraphView(source, library)
                 source = merge_reads(source, view, keep, run | set(view.control_rets))
-                view = view if source is view.source else _view(source, library, options)
+                view = view if source is view.source else GraphView(source, library)
                 source = _with_updates(source, view, run, options) if whole else source
-                view = view if source is view.source else _view(source, library, options)
+                view = view if source is view.source else GraphView(source, library)
         except Exception as e:  # a graph that cannot be understood is left alone
             why = _sentence(e)
     return _Place(name, source, view, options, keep_ends, why, keep, run | set(view.control_rets if view else ()))
 
 
 def _straight(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: function_pb2.FunctionDefLibrary | None,
-              view: GraphView, options: Options, keep: frozenset[str], run: frozenset[str], keep_ends: bool
+              view: GraphView, keep: frozenset[str], run: frozenset[str], keep_ends: bool
               ) -> tuple[graph_pb2.GraphDef | function_pb2.FunctionDef, GraphView]:
     """The graph with loops of a known number of turns written out, and its view."""
     ends = {n.name for n in view if not view.consumers(n.name) and not view.control_consumers(n.name)}
@@ -147,23 +147,16 @@ def _straight(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: fu
     for _ in range(MAX_STRAIGHT):
         done = source
         source = loops.written_out(source, view, kept, loops.MOST_NODES)
-        view = view if source is done else _view(source, library, options)
+        view = view if source is done else GraphView(source, library)
         if source is not done or any(n.op.startswith("TensorList") for n in view):
             read = lists.read_through(source, view)
-            view = view if read is source else _view(read, library, options)
+            view = view if read is source else GraphView(read, library)
             source = read
         if source is done:
             break
         source = without_dead(source, view, kept | ends)
-        view = _view(source, library, options)
+        view = GraphView(source, library)
     return source, view
-
-
-def _view(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: function_pb2.FunctionDefLibrary | None,
-          options: Options) -> GraphView:
-    view = GraphView(source, library)
-    view.knows_turned = options.turned_steps or not (options.on_gpu and any(writes_variable(n) for n in view))
-    return view
 
 
 def _with_updates(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, run: frozenset[str],

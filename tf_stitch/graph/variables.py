@@ -14,16 +14,10 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
 from .shapes import variable_shape
-from .view import RET_OPS, GraphView, NodeView, Ref
+from .view import RET_OPS, GraphView, Ref
 
 READERS = frozenset({"ResourceGather", "ReadVariableOp", "VariableShape"})
 WRITERS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
-WRITING = ("StitchedAssign", "ResourceApply", "ResourceSparseApply", "ResourceScatter")  # begin the names of others
-
-
-def writes_variable(n: NodeView) -> bool:
-    """Whether a node writes to a resource variable, as those of a training step do."""
-    return n.op in WRITERS or n.op.startswith(WRITING)
 
 
 def read_before_gathers(source: graph_pb2.GraphDef | function_pb2.FunctionDef,

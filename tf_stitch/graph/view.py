@@ -170,7 +170,6 @@ class GraphView:
     Attributes:
       nodes: name -> NodeView, in topological order (edges out of NextIteration do not count).
       args: names of argument nodes, by index; rets: refs of returned values (FunctionDef, or `_Retval` inputs).
-      knows_turned: whether axes and sizes that the layout optimizer turned count as known.
     """
 
     def __init__(self, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
@@ -179,7 +178,6 @@ class GraphView:
                  handle_shapes: Mapping[int, StaticShape] | None = None,
                  calls: dict[Any, list[StaticShape] | None] | None = None):
         self.source = source
-        self.knows_turned = True
         self.is_function = isinstance(source, function_pb2.FunctionDef)
         functions = source.library.function if library is None and not self.is_function else library
         self.library = {f.signature.name: f for f in getattr(functions, "function", functions) or ()}

@@ -413,9 +413,7 @@ def data_format_vec_permute(s: SymContext) -> np.ndarray:
 
 
 def _layouts(s: SymContext) -> tuple[list[str], list[str]]:
-    """The names of the dims before and after.  Raises NotSymbolic where what was turned does not count as known."""
-    if not s.view.knows_turned:
-        raise NotSymbolic
+    """The names of the dims before and after."""
     old, new = (list(str(s.attr(name, default))) for name, default in (("src_format", "NHWC"), ("dst_format", "NCHW")))
     if sorted(old) != sorted(new):
         raise NotSymbolic
