@@ -135,9 +135,29 @@ def recurrent(batch=None, steps=4, width=12, units=20, dtype="float32") -> Graph
     return b.finish([h, c], "recurrent")
 
 
+def turned_norm(batch=None, size=12, channels=8, dtype="float32") -> Graph:
+    """Images whose channels are turned to the front, normalised by channel, ReLU, turned back; all of it is kept, as in a
+    training step."""
+    b = Builder()
+    x = b.param((batch, size, size, channels), dtype, "x")
+    y = b.transpose(x, (0, 3, 1, 2))
+
+    def average(v):
+        return b.ew("mul", b.reduce("sum", v, (2, 3)), size ** -2)
+
+    def spread(v):
+        return b.broadcast_to(b.reshape(v, (*y.shape[:2], 1, 1)), y.shape)
+
+    mean = average(y)
+    d = b.ew("sub", y, spread(mean))
+    variance = average(b.ew("mul", d, d))
+    z = b.ew("max", b.ew("mul", d, spread(b.ew("rsqrt", b.ew("add", variance, 1e-3)))), 0.0)
+    return b.finish([y, mean, variance, z, b.transpose(z, (0, 2, 3, 1))], "turned_norm")
+
+
 MODELS = {"attention": attention, "half attention": lambda: attention(dtype="float16"),
           "masked attention": masked_attention, "half masked attention": lambda: masked_attention(dtype="bfloat16"),
-          "recurrent": recurrent,
+          "recurrent": recurrent, "turned norm": turned_norm,
           "masked softmax": chains.masked_softmax, "small attention": chains.small_attention,
           "norm, gelu, softmax": chains.norm_gelu_softmax, "norm backward": chains.norm_backward,
           "embedding": chains.embedding_sum_norm, "cross entropy": chains.cross_entropy}
