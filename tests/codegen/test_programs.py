@@ -136,8 +136,8 @@ def recurrent(batch=None, steps=4, width=12, units=20, dtype="float32") -> Graph
 
 
 def turned_norm(batch=None, size=12, channels=8, dtype="float32") -> Graph:
-    """Images whose channels are turned to the front, normalised by channel, ReLU, turned back; all of it is kept, as in a
-    training step."""
+    """Images whose channels are turned to the front, normalised by channel, ReLU, turned back; all of it is kept, as
+    a training step does."""
     b = Builder()
     x = b.param((batch, size, size, channels), dtype, "x")
     y = b.transpose(x, (0, 3, 1, 2))

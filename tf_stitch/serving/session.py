@@ -293,8 +293,8 @@ class StitchSession:
         """Drains and gives everything back.  Requests that still wait after ``timeout_s`` are cancelled, those that run
         end with an error; False when there were some.  A closed session stays closed.
 
-        This, :meth:`drain` and :meth:`remove` may be called from a future's callback: its own request has its answer and
-        is not waited for."""
+        This, :meth:`drain` and :meth:`remove` may be called from a future's callback: its own request has its answer
+        and is not waited for."""
         self._dispatcher.settle_caller()
         with self._changes:
             if self._closed:
