@@ -14,7 +14,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from .assemble import assemble
 from .backend.host import usable_cores
 from .codegen.kernel import Kernel
 from .fusion import variants
-from .fusion.variants import Range
+from .fusion.variants import Range, Time
 from .ir import dims as D
 from .ir.graph import Graph
 from .program.join import join_programs
@@ -39,18 +38,17 @@ Begin = Callable[[str], None]  # told of kernels' text
 Laid = tuple[Program, list[Kernel]]
 
 MANY_NODES = 200  # of a graph: fewer are planned before a process has started
-FEW_CORES = 4  # with fewer, compilers need them all
-START_S = 1.0  # that a process takes to start
+CORES_EACH = 4  # cores for each such process: compilers need most of them
 MOST_SENT = 64 << 20  # bytes of literals that a process is worth to be sent
 
 
 @dataclass(frozen=True)
 class RangePlan:
-    """The plan for a range: which memory its outputs share (variants.shared_memory), what it takes at which size in
-    nanoseconds, and the program."""
+    """The plan for a range: which memory its outputs share (variants.shared_memory), what it takes at which size, and
+    the program."""
 
     memory: list[int]
-    ns: dict[int, float]
+    times: dict[int, Time]
     lay_out: Callable[[], Laid]
 
 
@@ -62,7 +60,7 @@ def lay_out(graph: Graph, target: Target, ranges: Sequence[Range], begin: Begin)
         kept = [(whole, general, _told(general, begin))]
         for r in reversed(bounded):
             made = helpers.plan(r) or plan_range(graph, target, r, ranges)
-            if made.memory == general.memory and variants.pays(made.ns, kept[0][1].ns, r):
+            if made.memory == general.memory and variants.pays(made.times, kept[0][1].times, r):
                 kept.insert(0, (r, made, _told(made, begin)))
     if len(kept) == 1 and whole.least:  # the only plan is for all sizes
         return plan_range(graph, target, Range(whole.size), ()).lay_out()
@@ -92,7 +90,7 @@ def _told(plan: RangePlan, begin: Begin) -> Laid:
 # --- in processes of their own -----------------------------------------------------------------------
 
 class _Helpers:
-    """Processes that plan the ranges but the last one.
+    """Processes that plan ranges, beginning with the narrowest; this one begins with the widest.
 
     While the plan for all sizes is made, kernels of the others are begun: those of the widest range, and of what then
     pays.  They are sure to be part of the program but for the first, which nearly always is.
@@ -102,30 +100,52 @@ class _Helpers:
         self.bounded, self.begin = ranges[:-1], begin
         self.made: dict[Range, RangePlan] = {}
         self.lock = threading.Lock()
-        jobs = {r: pickle.dumps((graph, target, r, ranges)) for r in ranges[:-1]} if _worth_helpers(graph) else {}
-        self.helpers = {r: _Helper(job, functools.partial(self._arrived, r)) for r, job in jobs.items()}
+        count = min(usable_cores() // CORES_EACH, len(self.bounded)) if _worth_helpers(graph) else 0
+        self.left = list(self.bounded) if count else []  # what nobody plans yet
+        self.ended = {r: threading.Event() for r in self.left}
+        job = pickle.dumps((graph, target, ranges)) if count else b""
+        self.helpers = [_Helper(job, self) for _ in range(count)]
 
     def __enter__(self) -> _Helpers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for h in self.helpers.values():
+        with self.lock:
+            self.left.clear()
+        for h in self.helpers:
             h.stop()
 
     def plan(self, r: Range) -> RangePlan | None:
-        """The plan for a range; None where planning here is sooner, or where its process failed."""
-        return self.made.get(r) if r in self.helpers and self.helpers[r].is_waited_for() else None
+        """The plan for a range; None where it is to be made here, because nobody began it or its process failed."""
+        if not self.helpers or self._take_back(r):
+            return None
+        self.ended[r].wait()
+        return self.made.get(r)
 
-    def _arrived(self, r: Range, answer: bytes) -> None:
-        memory, ns, laid = pickle.loads(answer)
+    def _take_back(self, r: Range) -> bool:
         with self.lock:
-            self.made[r] = RangePlan(memory, ns, lambda: laid)
+            free = r in self.left
+            if free:
+                self.left.remove(r)
+            return free
+
+    def next(self) -> Range | None:
+        """The next range for a process, None when there are no more."""
+        with self.lock:
+            return self.left.pop(0) if self.left else None
+
+    def arrived(self, r: Range, answer: tuple[list[int], dict[int, Time], Laid]) -> None:
+        """Takes the plan for a range, and begins the kernels that are then sure."""
+        memory, times, laid = answer
+        with self.lock:
+            self.made[r] = RangePlan(memory, times, lambda: laid)
+            self.ended[r].set()
             wider: RangePlan | None = None
             for other in reversed(self.bounded):
                 made = self.made.get(other)
                 if made is None:
                     return
-                if wider is None or variants.pays(made.ns, wider.ns, other):
+                if wider is None or variants.pays(made.times, wider.times, other):
                     wider = made
                     _told(made, self.begin)
 
@@ -133,60 +153,67 @@ class _Helpers:
 def _worth_helpers(graph: Graph) -> bool:
     nodes = graph.nodes()
     sent = sum(v.nbytes for n in nodes for v in n.attrs.values() if isinstance(v, np.ndarray))
-    return (len(nodes) >= MANY_NODES and sent <= MOST_SENT and usable_cores() >= FEW_CORES
+    return (len(nodes) >= MANY_NODES and sent <= MOST_SENT and usable_cores() >= CORES_EACH
             and Path(sys.executable or "").name.startswith("python"))
 
 
 class _Helper:
-    """A process that plans a range."""
+    """A process that plans one range after the other."""
 
-    def __init__(self, job: bytes, arrived: Callable[[bytes], None]):
-        self.arrived = arrived
+    def __init__(self, job: bytes, work: _Helpers):
+        self.job, self.work = job, work
         self.process: subprocess.Popen[bytes] | None = None
-        self.start = time.monotonic()
         folder = str(Path(__file__).parents[1])
         with contextlib.suppress(OSError):  # no process to be had: planned here
             self.process = subprocess.Popen(
                 [sys.executable, "-S", "-c", f"from {__name__} import main; main()"], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join([folder, *sys.path])})
         self.stopped = False
-        self.thread = threading.Thread(target=self._talk, args=(job,), daemon=True)
+        self.thread = threading.Thread(target=self._talk, daemon=True)
         self.thread.start()
 
-    def _talk(self, job: bytes) -> None:
-        answer = b""
-        if self.process is not None:
-            with contextlib.suppress(OSError, ValueError):  # it died
-                answer, _ = self.process.communicate(job)
-        if answer and not self.stopped:
-            self.arrived(answer)
-        elif not self.stopped:
-            log.warning("A process that plans kernels ended without an answer; this one plans them.")
-
-    def is_waited_for(self) -> bool:
-        """True once it has ended; False where it has hardly started, so that planning here is sooner."""
-        if self.thread.is_alive() and time.monotonic() - self.start < START_S:
-            return False
-        self.thread.join()
-        return True
+    def _talk(self) -> None:
+        r = None
+        try:
+            assert self.process is not None and self.process.stdin and self.process.stdout
+            self.process.stdin.write(self.job)
+            while r := self.work.next():
+                pickle.dump(r, self.process.stdin)
+                self.process.stdin.flush()
+                self.work.arrived(r, pickle.load(self.process.stdout))
+        except Exception as error:  # it died
+            if not self.stopped:
+                log.warning("A process that plans kernels ended without an answer (%s); this one plans them.",
+                            type(error).__name__)
+        if r is not None:
+            self.work.ended[r].set()
 
     def stop(self) -> None:
         self.stopped = True
         if self.process is not None:
             self.process.kill()
         self.thread.join()
+        if self.process is not None:
+            self.process.communicate()  # closes its pipes
 
 
 def main() -> None:
-    """What such a process does: a job from its standard input, the plan to its standard output."""
+    """What such a process does: a graph from its standard input, then ranges, whose plans go to its standard output."""
     gc.disable()
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what else is printed must not get between
-    _answer(sys.stdin.buffer, out)
+    with out:
+        _answer(sys.stdin.buffer, out)
 
 
 def _answer(source: BinaryIO, out: BinaryIO) -> None:
-    plan = plan_range(*pickle.load(source))
-    program, kernels = plan.lay_out()
-    with out:
-        pickle.dump((plan.memory, plan.ns, (program, [replace(k, args=()) for k in kernels])), out)
+    graph, target, ranges = pickle.load(source)
+    while True:
+        try:
+            r = pickle.load(source)
+        except EOFError:
+            return
+        plan = plan_range(graph, target, r, ranges)
+        program, kernels = plan.lay_out()
+        pickle.dump((plan.memory, plan.times, (program, [replace(k, args=()) for k in kernels])), out)
+        out.flush()

@@ -4,7 +4,9 @@ from __future__ import annotations
 import pickle
 import re
 import sys
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,8 +26,16 @@ from tf_stitch.schedule.target import CUDA
 @pytest.fixture
 def helped(monkeypatch):
     """Every range but the last one is planned by a process, however small the graph and the machine."""
-    for name in ("MANY_NODES", "FEW_CORES", "START_S"):
-        monkeypatch.setattr(range_plans, name, 0)
+    takes_back = range_plans._Helpers._take_back
+
+    def waits(self, r):
+        while r in self.left and any(h.thread.is_alive() for h in self.helpers):
+            time.sleep(0.01)
+        return takes_back(self, r)
+
+    monkeypatch.setattr(range_plans, "MANY_NODES", 0)
+    monkeypatch.setattr(range_plans, "usable_cores", lambda: 2 * range_plans.CORES_EACH)
+    monkeypatch.setattr(range_plans._Helpers, "_take_back", waits)
 
 
 def here_only(monkeypatch):
@@ -58,19 +68,21 @@ def test_a_process_that_fails_is_made_up_for(helped, monkeypatch, tmp_path, capl
     assert program == compiler.lay_out(two_layers(), CUDA)[0]
 
 
-def test_what_has_hardly_started_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(range_plans, "START_S", 1e9)
-    arrived = []
-    helper = range_plans._Helper(pickle.dumps((two_layers(), CUDA, *job_of(two_layers()))), arrived.append)
-    assert not helper.is_waited_for() and not arrived
-    helper.stop()
-    monkeypatch.setattr(range_plans, "START_S", 0)
-    assert helper.is_waited_for() and not arrived
-
-
-def job_of(graph):
+def test_what_no_process_has_begun_is_planned_here(monkeypatch):
+    monkeypatch.setattr(range_plans, "MANY_NODES", 0)
+    monkeypatch.setattr(range_plans, "usable_cores", lambda: range_plans.CORES_EACH)
+    graph = two_layers()
     found = variants.ranges(graph, CUDA)
-    return found[0], found
+    with range_plans._Helpers(graph, CUDA, found, lambda text: None) as helpers:
+        assert helpers.plan(found[-2]) is None  # the process is at the first, if anywhere
+        helpers.ended[found[0]].wait()
+        made = helpers.plan(found[0])
+    own = range_plans.plan_range(graph, CUDA, found[0], found)
+    assert made is not None and (made.memory, made.times) == (own.memory, own.times)
+
+
+def nobody():
+    return SimpleNamespace(stop=lambda: None)
 
 
 @pytest.mark.parametrize("late", ["the widest", "the narrowest"])
@@ -80,16 +92,16 @@ def test_kernels_of_processes_are_begun_before_the_plan_for_all_sizes(late, help
     graph = two_layers()
     found = variants.ranges(graph, CUDA)
     plans = {r: range_plans.plan_range(graph, CUDA, r, found) for r in found[:-1]}
-    answers = {r: pickle.dumps((p.memory, p.ns, (p.lay_out()[0], []))) for r, p in plans.items()}
-    monkeypatch.setattr(range_plans, "_worth_helpers", lambda graph: False)
+    answers = {r: (p.memory, p.times, (p.lay_out()[0], [])) for r, p in plans.items()}
+    monkeypatch.setattr(range_plans, "_Helper", lambda job, work: nobody())
     with range_plans._Helpers(graph, CUDA, found, begun.append) as helpers:
         for r in found[:-1] if late == "the widest" else reversed(found[:-1]):
-            helpers._arrived(r, answers[r])
+            helpers.arrived(r, answers[r])
     widest = found[-2]
     sure = {plans[widest].lay_out()[0].text}
     wider = plans[widest]
     for r in reversed(found[:-2]):
-        if variants.pays(plans[r].ns, wider.ns, r):
+        if variants.pays(plans[r].times, wider.times, r):
             wider = plans[r]
             sure.add(wider.lay_out()[0].text)
     assert set(begun) == sure and len(sure) > 1

@@ -117,12 +117,24 @@ def test_one_plan_runs_at_a_time():
 
 
 def test_what_a_plan_of_its_own_must_gain():
+    def times(work=100.0, **ns):
+        return {int(n[1:]): variants.Time(t, work) for n, t in ns.items()}
+
     size = D.Symbol("n", 0)
     one, few, rows = variants.Range(size, 1, 1), variants.Range(size, 2, 4), variants.Range(size, 0, 512)
-    assert variants.pays({1: 100.0}, {1: 101.0}, one) and not variants.pays({1: 100.0}, {1: 100.0}, one)
-    assert not variants.pays({2: 100.0, 4: 100.0}, {2: 101.0, 4: 104.0}, few)
-    assert variants.pays({2: 100.0, 4: 100.0}, {2: 90.0, 4: 106.0}, few)
-    assert variants.pays({0: 100.0, 512: 100.0}, {0: 90.0, 512: 90.0}, rows)
+    assert variants.pays(times(_1=100.0), times(_1=101.0), one)
+    assert not variants.pays(times(_1=100.0), times(_1=100.0), one)
+    assert not variants.pays(times(_2=100.0, _4=100.0), times(_2=101.0, _4=102.0), few)
+    assert variants.pays(times(_2=100.0, _4=100.0), times(_2=90.0, _4=104.0), few)
+    assert variants.pays(times(50.0, _2=100.0, _4=100.0), times(_2=100.0, _4=102.0), few)
+    assert variants.pays(times(_0=100.0, _512=100.0), times(_0=90.0, _512=90.0), rows)
+
+
+def test_starting_kernels_is_no_work():
+    graph = two_layers()
+    found = variants.ranges(graph, CUDA)
+    times = variants.estimates(variants.draft_graph(graph, CUDA), found[-1], found)
+    assert times and all(0 < t.work_ns < t.ns for t in times.values())
 
 
 def test_a_size_with_a_bound_takes_no_more_kernels_than_a_known_one():

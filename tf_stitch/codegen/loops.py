@@ -22,7 +22,7 @@ from ..schedule.labels import Labels, body_operands, operand_labels, reads
 from ..schedule.products import have_products
 from ..schedule.rules import VIEWS, Index
 from ..schedule.storage import HEAVY
-from ..schedule.tile import guess, power_of_two
+from ..schedule.tile import guess, largest, power_of_two
 from . import contract, tiles
 from .folds import Fold
 from .runs import Runs
@@ -74,7 +74,7 @@ class Loops:
                 if d in score:
                     score[d] += weight if k == len(labels) - 1 else -weight / 2
         for d in self.loops:
-            if guess(self.box[d][1]) < 8:
+            if largest(self.box[d][1]) < 8:
                 score[d] -= 2
         return max(self.loops, key=lambda d: (score[d], d))
 
@@ -107,9 +107,9 @@ class Loops:
         target = self.e.kernel.target
         if self.lane is None or target.is_host:
             return 1
-        ext = max(guess(self.box[self.lane][1]), 1)
+        ext = max(largest(self.box[self.lane][1]), 1)
         others = [d for d in self.loops if d != self.lane and d not in self.stage.folded]
-        rows = max(guess(D.product(self.box[d][1] for d in others)), 1)
+        rows = max(largest(D.product(self.box[d][1] for d in others)), 1)
         room = power_of_two(ext)
         if self.stage.kind == "fold" and self.lane in self.stage.folded:
             return target.threads if rows == 1 and ext > 2 * target.lanes else min(room, target.lanes)

@@ -20,7 +20,7 @@ from ..schedule import rules
 from ..schedule.labels import body_operands, operand_labels
 from ..schedule.products import is_product
 from ..schedule.rules import Index
-from ..schedule.tile import guess, power_of_two
+from ..schedule.tile import guess, largest, power_of_two
 from . import contract
 from .text import compute_type
 from .values import evaluate, looked_up_piece, position_in_piece, seen, table_of
@@ -83,7 +83,7 @@ def plan(loops: Loops) -> Plan | None:
 
 
 def _plan(loops: Loops, dot: Node, folded: list[int]) -> Plan:
-    size = [guess(ext) for _, ext in loops.box]
+    size = [largest(ext) for _, ext in loops.box]
     owner = {here: k for k, _, here in rules.ties(dot)}
     batch = set(range(len(dot.attrs["batch"][0])))
     free = [[d for d in loops.loops if d not in batch and owner.get(d) == k] for k in (0, 1)]
@@ -114,10 +114,10 @@ def _contiguous(loops: Loops, k: int) -> int | None:
 def _split(loops: Loops, row: int | None, column: int | None, outer: Sequence[int], along: int,
            contiguous: Sequence[int | None]) -> Split:
     threads, items = loops.e.kernel.target.threads, len(loops.stage.items)
-    sizes = [1 if d is None else max(guess(loops.box[d][1]), 1) for d in (row, column)]
-    others = max(guess(D.product(loops.box[d][1] for d in outer)), 1)
+    sizes = [1 if d is None else max(largest(loops.box[d][1]), 1) for d in (row, column)]
+    others = max(largest(D.product(loops.box[d][1] for d in outer)), 1)
     run = _run(loops, along)
-    length = max(guess(loops.box[along][1]) // run, 1)
+    length = max(largest(loops.box[along][1]) // run, 1)
     tile = [_tile(loops, row, sizes[0], ROWS if sizes[0] >= MANY_ROWS else WIDE), _tile(loops, column, sizes[1])]
     while items * tile[0] * tile[1] > SUMS and max(tile) > 1:
         tile[tile.index(max(tile))] //= 2
@@ -135,7 +135,7 @@ def _tile(loops: Loops, d: int | None, size: int, most: int = WIDE) -> int:
     ext = loops.box[d][1]
     if isinstance(ext, int):
         return next(n for n in (8, 4, 2, 3, 1) if n <= most and ext % n == 0)
-    return WIDE if size >= WIDE else 1
+    return WIDE if size >= WIDE else _power_below(size)
 
 
 def _run(loops: Loops, along: int) -> int:
@@ -315,9 +315,14 @@ class Tiles:
                 if isinstance(start, int) and isinstance(end, int):
                     self._known_range(acc, start, end - start, batch)
                 else:
-                    rounds = max(self._most() // 2, 1)
-                    self._loop(acc, Range(start, end - start), end - start, rounds, partial=True)
+                    self._loop(acc, Range(start, end - start), end - start, self._rounds(end - start), partial=True)
             self._batch(acc, batch)
+
+    def _rounds(self, length: Dim) -> int:
+        """Rounds whose elements a thread loads together where the length is unknown: no more than it can have."""
+        most, at_once = D.upper(length), self.split.run * self.split.sharing
+        rounds = max(self._most() // 2, 1)
+        return min(rounds, max(-(-most // at_once), 1)) if isinstance(most, int) else rounds
 
     def _known_range(self, acc: str, start: int, length: int, batch: list[Segment]) -> None:
         """Folds a range: whole batches in a loop, what is left joins ``batch``, which is folded when it is full."""
@@ -346,7 +351,7 @@ class Tiles:
         piece = max(CHAIN // (rounds * self.split.run), 1) * step
         segment = Segment(whole, D.symbol("ts_s", 0, None), rounds, partial)
         x = self.e.factor(length)
-        if not partial and (not self.fold.pairwise or D.prove_le(length, piece)):
+        if D.prove_le(length, piece) or not (partial or self.fold.pairwise):
             with self.scopes.block(f"TS_STEPS(s, 0, {x}, {step})", ("ts_s",)):
                 self._batch(acc, [segment])
             return

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..ir import dims as D
 from ..ir.graph import Graph, Node, view_source
@@ -23,8 +23,16 @@ from .split import split_reductions
 
 BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)  # sizes up to which a plan of its own is tried: it suits their upper half;
 ROWS = 512  # this one where no products but rows are folded: more are a warp's each, fewer a block's
-WORTH = 1.05  # a plan of its own must be so much faster at some size of its range: it is compiled, too.
+WORTH = 1.03  # a plan of its own must save so much of its work at some size of its range: it is compiled, too.
 ONE = 1.005  # That for one row, where no size is unknown, gains more than estimates know of, and is wanted most often
+START_NS = 1300.0  # of a kernel's time: what every one takes, whatever it does
+
+
+class Time(NamedTuple):
+    """Estimated nanoseconds of a plan at a size, and those that are left without starting kernels."""
+
+    ns: float
+    work_ns: float
 
 
 @dataclass(frozen=True)
@@ -69,20 +77,21 @@ def draft_graph(graph: Graph, target: Any) -> Draft:
     return draft(split_reductions(prepare_calls(split_columns(graph, target), target), target), target)
 
 
-def estimates(plan: Draft, here: Range, found: Sequence[Range]) -> dict[int, float]:
-    """Nanoseconds that a plan takes at the ends of all ranges that its own one holds, by size."""
+def estimates(plan: Draft, here: Range, found: Sequence[Range]) -> dict[int, Time]:
+    """What a plan takes at the ends of all ranges that its own one holds, by size."""
     ends = {n for r in found if r.most is not None for n in (r.least, r.most)}
-    return {n: _ns(plan, here.size, n) for n in sorted(ends) if here.most is None or n <= here.most}
+    return {n: _time(plan, here.size, n) for n in sorted(ends) if here.most is None or n <= here.most}
 
 
-def pays(own: Mapping[int, float], wider: Mapping[int, float], here: Range) -> bool:
+def pays(own: Mapping[int, Time], wider: Mapping[int, Time], here: Range) -> bool:
     """True where a range's own plan is faster than the one for more sizes, at an end of the range.
 
     One from 0 on always is: the estimates do not know how threads share out rows.
     """
     assert here.most is not None
     worth = min(ONE, WORTH) if here.most == 1 else WORTH
-    return not here.least or any(wider[n] > worth * own[n] for n in (here.least, here.most))
+    return not here.least or any(wider[n].ns - own[n].ns > (worth - 1) * own[n].work_ns
+                                 for n in (here.least, here.most))
 
 
 def _deciding(graph: Graph, decides: Callable[[Node], bool]) -> D.Symbol | None:
@@ -116,13 +125,14 @@ def _unknowns(n: Node) -> frozenset[D.Symbol]:
     return frozenset().union(*(D.symbols(d) for x in (n, *n.inputs) for d in x.shape))
 
 
-def _ns(plan: Draft, size: D.Symbol, n: int) -> float:
+def _time(plan: Draft, size: D.Symbol, n: int) -> Time:
     """Estimated time of a plan when the size is ``n``."""
     model = cost.CostModel(plan.planner.target.name, [{size.name: n}])
     planned = plan.planned
     kinds = Counter(id(p.like or p) for p in planned)
     one_of = {id(p.like or p): p.like or p for p in planned}
-    return math.fsum(count * _step_ns(one_of[kind], model) for kind, count in kinds.items())
+    ns = math.fsum(count * _step_ns(one_of[kind], model) for kind, count in kinds.items())
+    return Time(ns, max(ns - START_NS * sum(not isinstance(p.scheduled, LibraryCall) for p in planned), 0.0))
 
 
 def _step_ns(p: Planned, model: cost.CostModel) -> float:

@@ -87,6 +87,18 @@ def guess(d: Dim, sizes: Mapping[str, int] | None = None) -> int:
     return d if isinstance(d, int) else D.evaluate(d, _guesses(d, sizes))
 
 
+def largest(d: Dim) -> int:
+    """A number for a dim as :func:`guess` gives, for the sampled block that has the most of it."""
+    if isinstance(d, int):
+        return d
+    usual = _guesses(d, None)
+    last = {name: n for name, n in usual.items() if name.startswith("ts_b")}
+    if not last:
+        return D.evaluate(d, usual)
+    return max(D.evaluate(d, usual | {name: n * k // (SAMPLES - 1) for name, n in last.items()})
+               for k in range(SAMPLES))
+
+
 def _guesses(d: Expr, sizes: Mapping[str, int] | None) -> dict[str, int]:
     """A number for every symbol of an expression, within its bounds."""
     env = {}
