@@ -3,7 +3,8 @@
     python -m models.dynamic [--workloads layernorm,rnn,dlrm] [--sizes 100] [--compared 100] [--xla-seconds 20]
 
 The rewrites for single sizes are made by several processes side by side, which then wait and are timed one after the
-other; what compiles in a time that is told does so alone.
+other; what compiles in a time that is told does so alone.  Those of several workloads can all be made first
+(:func:`prepare`).
 """
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ AGAIN = 4  # so many times the rounds
 
 def experiment(workload: Workload, sizes: Sequence[int], *, compared: int = 100, rounds: int = 10,
                round_s: float = 0.005, xla_latencies: int = 5, xla_seconds: float = 20.0,
-               processes: int = 0) -> dict[str, Any]:
+               processes: int = 0, ahead: Comparison | None = None) -> dict[str, Any]:
     """What serving every size of ``sizes`` costs.
 
     Args:
@@ -49,6 +50,7 @@ def experiment(workload: Workload, sizes: Sequence[int], *, compared: int = 100,
       xla_latencies: so many of the compared sizes are timed on XLA, too.
       xla_seconds: XLA compiles size after size until this time is over; the rest is extrapolated from their mean.
       processes: how many make the rewrites for single sizes (0: three for four cores).
+      ahead: what :func:`prepare` began; it is used up, and the five arguments that it got do not count.
 
     Returns:
       ``rewrites`` and ``plans``: graphs rewritten and shapes planned after the first call; ``first_call_us`` and
@@ -60,10 +62,11 @@ def experiment(workload: Workload, sizes: Sequence[int], *, compared: int = 100,
     say = _progress(workload.name)
     found = _one_for_all(workload, sizes)
     say(f"{len(sizes)} sizes called, {found['rewrites']} rewrites after the first, of {found['compile_s']:.1f} s")
-    at = _spread(sizes, compared)
-    samples = _compared(workload, at, _spread(at, xla_latencies), rounds, round_s,
-                        processes or max(1, len(os.sched_getaffinity(0)) * 3 // 4))
-    say(f"{len(at)} sizes compared")
+    with contextlib.ExitStack() as stack:
+        ready = ahead or stack.enter_context(prepare(workload, sizes, compared=compared, rounds=rounds, round_s=round_s,
+                                                     xla_latencies=xla_latencies, processes=processes))
+        samples = ready.samples()
+    say(f"{len(samples)} sizes compared")
     xla = list(_xla_compiles(workload, _spread(sizes, len(sizes))[::-1], xla_seconds))
     say(f"{len(xla)} XLA compiles in {sum(xla):.1f} s")
     return found | {"samples": samples, "worst_ratio": max(s["ratio"] for s in samples), "xla_compiled": len(xla),
@@ -107,6 +110,11 @@ def _spread(sizes: Sequence[int], count: int) -> list[int]:
     return [sizes[i] for i in dict.fromkeys(places.tolist())]
 
 
+def _spread_first(sizes: Sequence[int]) -> list[int]:
+    """The sizes in an order whose beginnings are spread, too."""
+    return list(dict.fromkeys(size for count in range(1, len(sizes) + 1) for size in _spread(sizes, count)))
+
+
 def _xla_compiles(workload: Workload, sizes: Sequence[int], seconds: float) -> Iterator[float]:
     """Seconds of XLA's compile for each size, at least one, until ``seconds`` are over."""
     end = time.monotonic() + seconds
@@ -118,26 +126,50 @@ def _xla_compiles(workload: Workload, sizes: Sequence[int], seconds: float) -> I
 
 # --- rewrites for single sizes, in processes of their own -------------------------------------------
 
-def _compared(workload: Workload, sizes: Sequence[int], xla: Sequence[int], rounds: int, round_s: float,
-              processes: int) -> list[dict[str, Any]]:
-    """A sample for each size; raises RuntimeError when a process dies."""
-    shares = [sizes[k::processes] for k in range(min(processes, len(sizes)))]
-    with contextlib.ExitStack() as stack:
-        running = [stack.enter_context(_process(workload.name, share, xla, rounds, round_s)) for share in shares]
-        try:
-            for p in running:
-                p.stdout.readline()  # it has all that it will time
-            samples = [s for p in running for s in _timed(p)]
-        except BaseException:
-            for p in running:
+class Comparison:
+    """Processes that each hold the function for all sizes and rewrites for some of them."""
+
+    def __init__(self, running: Sequence[subprocess.Popen[str]]):
+        self.running, self.awaited = running, list(running)
+
+    def wait(self) -> None:
+        """Returns once they have all that they will time."""
+        while self.awaited:
+            self.awaited.pop().stdout.readline()
+
+    def samples(self) -> list[dict[str, Any]]:
+        """A sample for each size; raises RuntimeError when a process dies."""
+        self.wait()
+        return sorted((s for p in self.running for s in _timed(p)), key=lambda s: s["batch"])
+
+
+@contextlib.contextmanager
+def prepare(workload: Workload, sizes: Sequence[int], *, compared: int, rounds: int = 10, round_s: float = 0.005,
+            xla_latencies: int = 5, processes: int = 0, seconds: float = float("inf")) -> Iterator[Comparison]:
+    """Begins what :func:`experiment` compares, whose arguments these are; ends what is not used of it.
+
+    After ``seconds`` no more rewrites are made: sizes that have none by then are not compared.
+    """
+    at = _spread(sizes, compared)
+    xla = _spread(at, xla_latencies)
+    count = min(processes or max(1, len(os.sched_getaffinity(0)) * 3 // 4), len(at))
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for k in range(count):
+            running.append(_process(workload.name, at[k::count], xla, rounds, round_s, time.time() + seconds))
+        yield Comparison(running)
+    finally:
+        for p in running:
+            if p.poll() is None:
                 p.kill()
-            raise
-    return sorted(samples, key=lambda s: s["batch"])
+                p.communicate()
 
 
-def _process(name: str, sizes: Sequence[int], xla: Sequence[int], rounds: int, round_s: float) -> subprocess.Popen[str]:
+def _process(name: str, sizes: Sequence[int], xla: Sequence[int], rounds: int, round_s: float,
+             end: float) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "models.dynamic", "--here", f"--workloads={name}", f"--rounds={rounds}",
-               f"--round-s={round_s}", "--at", *map(str, sizes), "--xla-at", *(str(s) for s in sizes if s in xla)]
+               f"--round-s={round_s}", f"--until={end}", "--at", *map(str, sizes),
+               "--xla-at", *(str(s) for s in sizes if s in xla)]
     return subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
@@ -153,7 +185,10 @@ def _compare_here(workload: Workload, args: argparse.Namespace) -> None:
     """Prepares, says so, and measures when told to."""
     one = models_bench.runner(workload, "stitched", args.at[-1], True)
     one()
-    made = {size: _calls(workload, one, size, size in args.xla_at) for size in args.at}
+    made = {}
+    for size in _spread_first(args.at):
+        if not made or time.time() < args.until:
+            made[size] = _calls(workload, one, size, size in args.xla_at)
     print("ready", flush=True)
     if sys.stdin.readline():  # else the process that waits for this one is gone
         print(json.dumps([_sample(size, calls, args.rounds, args.round_s) for size, calls in made.items()]))
@@ -215,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds of a comparison")
     parser.add_argument("--round-s", type=float, default=0.005, help="seconds of a round for each system")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
     parser.add_argument("--at", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--xla-at", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -392,19 +392,28 @@ def _copy_bandwidth() -> dict[str, Any]:
 
 
 def dynamic_batches(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """One rewrite for many batch sizes."""
+    """One rewrite for many batch sizes.  What it is compared with is made for all workloads first, in half the time."""
     from . import bench as models_bench
     from . import dynamic
     from .workloads import select
 
-    def one(workload: Any) -> dict[str, Any]:
+    sizes, chosen = range(1, args.sizes + 1), select(args.dynamic)
+    processes = max(1, len(os.sched_getaffinity(0)) * 3 // 4 // len(chosen))
+
+    def one(workload: Any, ahead: dynamic.Comparison) -> dict[str, Any]:
         with models_bench.fresh_cache():
             all_of_xla = workload.name in args.all_xla.split(",")
-            return dynamic.experiment(workload, range(1, args.sizes + 1), compared=args.compared,
+            return dynamic.experiment(workload, sizes, ahead=ahead,
                                       xla_seconds=args.end - time.time() if all_of_xla else args.xla_seconds)
 
-    for w in select(args.dynamic):
-        yield w.name, lambda w=w: one(w)
+    with contextlib.ExitStack() as stack:
+        ahead = {w.name: stack.enter_context(dynamic.prepare(
+            w, sizes, compared=args.compared, xla_latencies=args.xla_latencies, processes=processes,
+            seconds=(args.end - time.time()) / 2)) for w in chosen}
+        for comparison in ahead.values():
+            comparison.wait()
+        for w in chosen:
+            yield w.name, lambda w=w: one(w, ahead[w.name])
 
 
 def second_process(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -501,6 +510,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--all-xla", default="", help="of them those that XLA compiles for every size, in all the time")
     parser.add_argument("--sizes", type=int, default=100, help="batch sizes of the dynamic part, from 1")
     parser.add_argument("--compared", type=int, default=100, help="of them compared with static rewrites")
+    parser.add_argument("--xla-latencies", type=int, default=5, help="of them also timed on XLA")
     parser.add_argument("--xla-seconds", type=float, default=10.0, help="time for more XLA compiles, per workload")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time in the restart part")
     parser.add_argument("--peers", default="jax,torch", help="of the peers part, or a mode as torch:max-autotune")

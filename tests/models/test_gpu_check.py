@@ -31,6 +31,16 @@ def test_one_rewrite_serves_many_sizes() -> None:
     assert "lr, 12 batch sizes: 0 rewrites and 11 plans" in dynamic.line(found)
 
 
+def test_what_is_compared_can_be_made_first() -> None:
+    """No more of it than there is time for, but one size for each process."""
+    with models_bench.fresh_cache(), dynamic.prepare(REGISTRY["lr"], range(1, 13), compared=4, rounds=1, round_s=0.001,
+                                                     xla_latencies=0, processes=2, seconds=0.0) as ahead:
+        ahead.wait()
+        found = dynamic.experiment(REGISTRY["lr"], range(1, 13), xla_seconds=0.0, ahead=ahead)
+    assert [s["batch"] for s in found["samples"]] == [1, 5]
+    assert all(p.poll() == 0 for p in ahead.running)
+
+
 def test_verdicts_on_many_sizes() -> None:
     found = {"workload": "w", "rewrites": 2, "samples": [{"batch": 3, "ratio": 1.2}, {"batch": 4, "ratio": 1.0}]}
     assert dynamic.verdicts(found) == ["w: 2 rewrites after the first",
