@@ -266,6 +266,63 @@ def test_gradients_of_what_is_read_from_a_list(ops):
     assert is_straight(ops)
 
 
+# --- conditions -----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def compared(monkeypatch):
+    """Conditions are made simpler as for a GPU; the numbers of loops that were changed."""
+    changed: list[bool] = []
+
+    def spy(source, view, keep, most_nodes):
+        out = loops.counted(source, view)
+        changed.append(out is not source)
+        return out
+
+    monkeypatch.setattr(loops, "written_out", spy)
+    monkeypatch.setattr(rewrites, "remembered", lambda graph, options, what, make: make())
+    return changed
+
+
+def turns_of(x, n, most, step=1, start=0):
+    """A loop over a number of turns that is not known, with two counters."""
+    return tf.while_loop(lambda i, y: i < n, lambda i, y: (i + step, tf.tanh(y) * 1.5 + tf.cast(i, tf.float32)),
+                         (start, x), maximum_iterations=most)
+
+
+@pytest.mark.parametrize("most", [0, 2, 5])
+def test_one_of_two_equal_counters_is_compared(compared, most):
+    fn = tf.function(lambda x, n, m: turns_of(x, n, m))
+    for n in (-3, 0, 1, 2, 4, 7):
+        both(fn.python_function, x_of(3, 4), tf.constant(n), tf.constant(most))
+    assert any(compared)
+
+
+def test_equal_bounds_are_one(compared):
+    def scanned(x):
+        return tf.scan(lambda a, s: tf.tanh(a) * 2.0 + s, x)
+
+    for steps in (1, 2, 6):
+        both(scanned, x_of(steps, 3), signature=[tf.TensorSpec([None, 3])])
+    assert any(compared)
+
+
+@pytest.mark.parametrize(("step", "start"), [(2, 0), (1, 1), (1, -2)])
+def test_different_counters_are_compared_each(compared, step, start):
+    for n in (0, 1, 3, 8):
+        both(lambda x, n: turns_of(x, n, tf.constant(3), step, start), x_of(3, 4), tf.constant(n))
+    assert not any(compared)
+
+
+def test_a_bound_that_turns_change(compared):
+    def shrinking(x, n):
+        return tf.while_loop(lambda i, n, y: i < n, lambda i, n, y: (i + 1, n - 1, tf.tanh(y) * 1.5), (0, n, x),
+                             maximum_iterations=4)
+
+    for n in (0, 3, 5, 20):
+        both(shrinking, x_of(3, 4), tf.constant(n))
+    assert any(compared)
+
+
 # --- lists -------------------------------------------------------------------------------------------
 
 def raises_alike(fn, *args, signature=None) -> None:

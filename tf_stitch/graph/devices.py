@@ -26,6 +26,9 @@ HOST_INPUTS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Slice", "StridedSlice"), (1, 2, 3)), "StridedSliceGrad": (0, 1, 2, 3),
     "GatherV2": (2,), "ConcatV2": (-1,), "If": (0,), "StatelessIf": (0,), "Case": (0,), "StatelessCase": (0,),
     "Switch": (1,), "RefSwitch": (1,), "LoopCond": (0,), "ResizeBilinear": (1,), "ResizeNearestNeighbor": (1,),
+    **dict.fromkeys(("TensorListReserve", "EmptyTensorList"), (0, 1)),
+    **dict.fromkeys(("TensorListFromTensor", "TensorListSetItem", "TensorListStack", "TensorListPopBack",
+                     "TensorListResize"), (1,)), "TensorListGetItem": (1, 2),
     **dict.fromkeys(("AvgPoolGrad", "AvgPool3DGrad"), (0,)),
     "Conv2DBackpropFilter": (1,), "Conv3DBackpropFilterV2": (1,), "DepthwiseConv2dNativeBackpropFilter": (1,),
 }

@@ -72,6 +72,75 @@ def written_out(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: Gra
     return edit.graph() if edit.waits else source
 
 
+def counted(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView
+            ) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
+    """The same graph, or a copy in which loops that compare two counters compare one.
+
+    TensorFlow's loops test ``turns < most_turns and i < n``.  On a GPU the two comparisons run on the host, "and" on
+    the device, so that every turn waits for the device.  Where both counters are always equal, one is compared with
+    the smaller bound instead; where both bounds are equal, the counter that is ahead.
+    """
+    edit = Edit(source, view)
+    for loop in _loops(view):
+        both = view[loop.test[0]] if loop.tests is view else None
+        tests = [view[ref[0]] for ref in both.inputs] if both is not None and both.op == "LogicalAnd" else []
+        if [(t.op, t.attr("T")) for t in tests] == [("Less", "int32")] * 2:
+            test = _one_test(edit, loop, *tests)
+            if test is not None:
+                edit.instead[loop.test] = test
+    return edit.graph() if edit.instead else source
+
+
+def _counter(loop: _Loop, variable: Ref) -> tuple[int, int] | None:
+    """Where a variable of a loop begins and what each turn adds to it; None where that is not known."""
+    if variable not in loop.next:
+        return None
+    start = loop.tests.constant(loop.initial[variable])
+    add = loop.tests[_plain(loop, loop.next[variable])[0]]
+    if start is None or start.shape or add.op != "AddV2":
+        return None
+    for k in (0, 1):
+        step = loop.tests.constant(add.inputs[k])
+        if step is not None and not step.shape and _plain(loop, add.inputs[1 - k]) == variable:
+            return int(start), int(step)
+    return None
+
+
+def _plain(loop: _Loop, ref: Ref) -> Ref:
+    """The value of a turn that another one is a name of."""
+    while True:
+        n = loop.tests[ref[0]]
+        if ref in loop.same:
+            ref = loop.same[ref]
+        elif n.op in PASS_THROUGH:
+            ref = n.inputs[0]
+        else:
+            return ref
+
+
+def _one_test(edit: Edit, loop: _Loop, first: NodeView, second: NodeView) -> Ref | None:
+    """A comparison that holds where two do; None where none is known."""
+    a, b = (_counter(loop, t.inputs[0]) for t in (first, second))
+    if a is None or b is None:
+        return None
+    if _bound(loop, first.inputs[1]) == _bound(loop, second.inputs[1]) and a[1] == b[1] == 1:
+        return (first if a[0] >= b[0] else second).name, 0  # who counts by one reaches a bound before it wraps around
+    if a != b or first.proto is None:
+        return None
+    least, test = node_def_pb2.NodeDef(op="Minimum", device=first.device), node_def_pb2.NodeDef()
+    least.attr["T"].type = tf.int32.as_datatype_enum
+    test.CopyFrom(first.proto)
+    bound = edit.add(least, f"{first.name}/bound", ["int32"], [first.inputs[1], second.inputs[1]]), 0
+    return edit.add(test, f"{first.name}/one", ["bool"], [first.inputs[0], bound], first.control_inputs), 0
+
+
+def _bound(loop: _Loop, ref: Ref) -> Ref:
+    """What a turn compares with: the value outside, where no turn changes it."""
+    if ref in loop.initial and (ref not in loop.next or _plain(loop, loop.next[ref]) == ref):
+        return loop.initial[ref]
+    return ref
+
+
 # --- reading loops -----------------------------------------------------------------------------------
 
 @dataclass

@@ -156,6 +156,10 @@ def _straight(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: fu
             break
         source = without_dead(source, view, kept | ends)
         view = GraphView(source, library)
+    counted = loops.counted(source, view) if options.on_gpu else source
+    if counted is not source:
+        source = without_dead(counted, GraphView(counted, library), kept | ends)
+        view = GraphView(source, library)
     return source, view
 
 
