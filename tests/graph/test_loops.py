@@ -172,7 +172,7 @@ def test_random_numbers_stay(ops):
 
 
 def test_too_many_turns_stay(ops, monkeypatch):
-    monkeypatch.setattr(loops, "MOST_NODES", 20)
+    monkeypatch.setattr(loops, "MOST_NODES", 10)
     both(scan, x_of(3, 7, 4), signature=unknown_batch(7, 4))
     assert not ops
 

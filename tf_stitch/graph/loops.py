@@ -23,7 +23,7 @@ from .edits import Edit
 from .shapes import const_size, is_loop_merge
 from .view import ARG_OPS, PASS_THROUGH, FuncRef, GraphView, NodeView, Ref, op_def
 
-MOST_NODES = 6000  # that come of all loops of a graph: planning takes time in proportion to them
+MOST_NODES = 2500  # that compute something and come of all loops of a graph: planning them takes seconds
 ELEMENTS = 64      # of an integer tensor whose value is followed
 WHILES = frozenset({"While", "StatelessWhile"})
 READS = frozenset({"ReadVariableOp", "VariableShape", "ResourceGather"})  # see effects, have none
@@ -82,7 +82,7 @@ def counted(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphVi
     """
     edit = Edit(source, view)
     for loop in _loops(view):
-        both = view[loop.test[0]] if loop.tests is view else None
+        both = view[_plain(loop, loop.test)[0]] if loop.tests is view else None
         tests = [view[ref[0]] for ref in both.inputs] if both is not None and both.op == "LogicalAnd" else []
         if [(t.op, t.attr("T")) for t in tests] == [("Less", "int32")] * 2:
             test = _one_test(edit, loop, *tests)
@@ -293,8 +293,8 @@ def _value(view: GraphView, env: dict[Ref, Value], ref: Ref) -> np.ndarray | Non
 
 @dataclass
 class _Turns:
-    """What came of a loop so far: how many new nodes, the copies that see variables, and of each node of the body its
-    last copy with what that was made of."""
+    """What came of a loop so far: how many nodes that compute something, the copies that see variables, and of each
+    node of the body its last copy with what that was made of."""
 
     count: int = 0
     reads: list[str] = field(default_factory=list)
@@ -374,14 +374,15 @@ class _Writer:
         made_of = (*inputs, *controls)
         if n.name in turns.last and turns.last[n.name][0] == made_of:
             return turns.last[n.name][1]
-        if n.proto is None or n.outputs is None or turns.count == self.room:
+        if n.proto is None or n.outputs is None or turns.count >= self.room:
             raise _Stays
         out = node_def_pb2.NodeDef()
         out.CopyFrom(n.proto)
         out.attr.pop("_class", None)  # nodes are placed with others that may be gone
         name = n.name if n.name.startswith(loop.name) else f"{loop.name}/{n.name}"
         name = self.edit.add(out, f"{name}/turn", n.outputs, [self._ref(v) for v in inputs], controls)
-        turns.count, turns.last[n.name] = turns.count + 1, (made_of, name)
+        turns.last[n.name] = made_of, name
+        turns.count += n.op not in PASS_THROUGH | {"Const"} and "TensorList" not in n.op
         if n.op in READS:
             turns.reads.append(name)
         return name

@@ -126,7 +126,7 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
             view = GraphView(source, library)
             if not any(n.op == OP for n in view):
                 if whole or library is not None:
-                    source, view = _straight(source, library, view, keep, run, keep_ends)
+                    source, view = _straight(source, library, view, options, keep, run, keep_ends)
                 source = read_before_gathers(source, view) if options.on_gpu else source
                 view = view if source is view.source else GraphView(source, library)
                 source = merge_reads(source, view, keep, run | set(view.control_rets))
@@ -139,7 +139,7 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
 
 
 def _straight(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: function_pb2.FunctionDefLibrary | None,
-              view: GraphView, keep: frozenset[str], run: frozenset[str], keep_ends: bool
+              view: GraphView, options: Options, keep: frozenset[str], run: frozenset[str], keep_ends: bool
               ) -> tuple[graph_pb2.GraphDef | function_pb2.FunctionDef, GraphView]:
     """The graph with loops of a known number of turns written out, and its view."""
     ends = {n.name for n in view if not view.consumers(n.name) and not view.control_consumers(n.name)}
