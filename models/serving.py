@@ -137,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each load")
     parser.add_argument("--probes", type=int, default=20, help="loads of one search at most")
     parser.add_argument("--start", default="", metavar="POLICY=RATE,...", help="where searches begin (default: 50)")
+    parser.add_argument("--growth", type=float, default=2.0, help="factor between the first rates of a search")
     parser.add_argument("--mixed-policies", default="superkernel,stitched,hyperq")
     parser.add_argument("--mixed-rate", type=float, default=200.0, help="of the latency-critical tenant")
     parser.add_argument("--mixed-seconds", type=float, default=12.0, help="of each of the two loads")
@@ -212,8 +213,8 @@ class _Run:
         """The highest rate of a policy."""
         args = self.args
         plan = serve_bench.Plan(policies=[policy], seconds=args.seconds, start=_starts(args.start).get(policy, 50.0),
-                                probes=args.probes, threads=args.threads, scheduler=json.loads(args.scheduler),
-                                also=_also(policy, self.results.rows))
+                                growth=args.growth, probes=args.probes, threads=args.threads,
+                                scheduler=json.loads(args.scheduler), also=_also(policy, self.results.rows))
         self.results.rows += serve_bench.run(self.models, plan, self.devices, self.say)
 
     def mixed(self, policy: str) -> None:

@@ -143,9 +143,11 @@ def outcome(share):
     return Outcome(1.0, 1.0, share, 1.0, 1.0, 1.0, 1, 1, 0, 0, 0, 0, 0.0, 0.0)
 
 
+@pytest.mark.parametrize("growth", [1.25, 2.0])
 @pytest.mark.parametrize("start", [10.0, 700.0, 100_000.0])
-def test_search_finds_the_limit(start):
-    found = highest_rate(lambda rate: outcome(1.0 if rate <= 1000 else 0.5), start, precision=0.02, probes=60)
+def test_search_finds_the_limit(start, growth):
+    found = highest_rate(lambda rate: outcome(1.0 if rate <= 1000 else 0.5), start, precision=0.02, probes=80,
+                         growth=growth)
     assert 1000 / 1.02 <= found.rate <= 1000
     assert found.outcome is not None and found.outcome.slo_attainment == 1.0
 
@@ -160,6 +162,17 @@ def test_search_forgives_one_bad_load():
         return outcome(1.0 if rate <= 1000 else 0.5)
 
     assert 900 <= highest_rate(probe, 100.0, probes=60).rate <= 1000
+
+
+def test_search_near_its_start_sends_few_loads():
+    rates = []
+
+    def probe(rate):
+        rates.append(rate)
+        return outcome(1.0 if rate <= 1000 else 0.1)  # by far: not sent again
+
+    assert highest_rate(probe, 900.0, growth=1.25).rate == pytest.approx(1000, rel=0.06)
+    assert rates[0] == 900.0 and len(rates) <= 5 and len(set(rates)) == len(rates)
 
 
 def test_search_without_success_or_without_end():

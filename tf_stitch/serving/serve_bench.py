@@ -67,7 +67,7 @@ class Plan:
       seconds: of each load.
       rates: requests a second to send (empty: search the highest rate that meets the SLO).
       trace: requests to send instead of a Poisson process; ``rates`` then are its speeds.
-      start: the rate that the search begins with.
+      start, growth: the rate that the search begins with, and the factor by which it goes on (search.py).
       target: share of requests within their SLO that the search asks for.
       probes: loads that a search sends at most.
       also: rates to send after a search.
@@ -82,6 +82,7 @@ class Plan:
     rates: Sequence[float] = ()
     trace: Sequence[Event] = ()
     start: float = 50.0
+    growth: float = 2.0
     target: float = 0.99
     probes: int = 20
     also: Sequence[float] = ()
@@ -189,7 +190,8 @@ class _Bench:
     def search(self) -> Found:
         """The highest rate; loads are sent until one holds twice, since the best of many tries is a lucky one."""
         plan = self.plan
-        found = highest_rate(self.probe, plan.start, target=plan.target, probes=plan.probes)
+        found = highest_rate(self.probe, plan.start, target=plan.target, probes=plan.probes,
+                             growth=plan.growth)
         rate = found.rate
         for _ in range(4 if rate else 0):
             again = self.probe(rate)
