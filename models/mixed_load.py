@@ -1,8 +1,9 @@
 """A steady load of one latency-critical tenant, alone and while other tenants keep the device full as best effort.
 
 The two loads take turns, round by round, with the same arrivals, as latencies of one load vary over time too; which
-comes first alternates.  How the 99th percentiles compare comes with the interval that holds it with 95% confidence,
-from rounds drawn again and again out of those that there were (a bootstrap of pairs).
+comes first alternates, and a round of each to warm up does not count.  How the 99th percentiles compare comes with the
+interval that holds it with 95% confidence, from rounds drawn again and again out of those that there were (a bootstrap
+of pairs).
 """
 from __future__ import annotations
 
@@ -41,10 +42,11 @@ def mixed(models: Sequence[Model], policy: str, devices: Devices, work: Path, ra
     others = [replace(m, client=replace(m.client, best_effort=True)) for m in fill]
     with contextlib.closing(open_session(policy, [critical, *others], devices, work)) as session:
         parts = {part: Part(part, critical.client) for part in PARTS}
-        for turn in range(rounds):
-            arrivals = load.poisson([critical.client], rate, seconds / rounds, seed=turn)
-            for part in PARTS if turn % 2 == 0 else PARTS[::-1]:
-                parts[part].send(session, arrivals, [o.client for o in others])
+        for turn in range(-1, rounds):
+            arrivals = load.poisson([critical.client], rate, seconds / rounds, seed=turn + 1)
+            for name in PARTS if turn % 2 == 0 else PARTS[::-1]:
+                part = parts[name] if turn >= 0 else Part(name, critical.client)
+                part.send(session, arrivals, [o.client for o in others])
     rows = [{"policy": policy, "tenants": len(models), **part.row(), **compared(parts["alone"], part)}
             for part in parts.values()]
     for row in rows:
