@@ -32,6 +32,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_stitch
+from tf_stitch import bench
 from tf_stitch.serving import scheduler
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -201,7 +202,7 @@ def main() -> int:
     args = parser.parse_args()
     tf.compat.v1.disable_control_flow_v2()
     device = "/GPU:0" if args.target.startswith("cuda") else "/CPU:0"
-    rows = []
+    rows, facts = [], bench.machine()
     for name in args.models.split(","):
         loop = Loop(name, *rewritten(name, args.target), device)
         rng = np.random.default_rng(1)
@@ -214,7 +215,7 @@ def main() -> int:
                 print(f"{name:6} {streams:3} {system:12} {found['us']:9.2f} us/answer  joined "
                       f"{found['merged_share']:.2f}", flush=True)
                 args.out.mkdir(parents=True, exist_ok=True)
-                (args.out / "h200_merging.json").write_text(json.dumps(rows, indent=1) + "\n")
+                (args.out / "h200_merging.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     return 0
 
 

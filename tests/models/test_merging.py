@@ -16,7 +16,9 @@ def test_rows_of_every_system(tmp_path):
                            "0.05", "--target", "host", "--out", str(tmp_path)], capture_output=True, text=True,
                           check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = json.loads((tmp_path / "h200_merging.json").read_text())
+    record = json.loads((tmp_path / "h200_merging.json").read_text())
+    assert record["date"] and record["command"] and record["commit"]
+    rows = record["rows"]
     assert [r["system"] for r in rows] == list(merging.SYSTEMS)
     assert all(r["us"] > 0 and r["streams"] == 3 for r in rows)
     assert all(r["merged_share"] == 0 for r in rows if r["system"] not in ("merged", "joined"))
