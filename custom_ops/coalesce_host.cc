@@ -147,4 +147,14 @@ std::unique_ptr<Device> MakeHostDevice(int workers, int64_t merge_bytes) {
   return std::make_unique<HostDevice>(workers, merge_bytes);
 }
 
+std::unique_ptr<Device::Ticket> HasRun(double us) {
+  struct Past : Device::Ticket {
+    explicit Past(double us) : us(us) {}
+    double Wait(std::string*) override { return us; }
+    bool Ended() override { return true; }
+    const double us;
+  };
+  return std::make_unique<Past>(us);
+}
+
 }  // namespace tf_stitch

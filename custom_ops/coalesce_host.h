@@ -40,6 +40,9 @@ class HostRequest : public Request {
 // Runs HostRequests, `workers` superkernels at a time.  Joined runs take no more than `merge_bytes` of memory together.
 std::unique_ptr<Device> MakeHostDevice(int workers, int64_t merge_bytes);
 
+// The ticket of a request that its caller has run, for Coalescer::RanAlone.
+std::unique_ptr<Device::Ticket> HasRun(double us);
+
 }  // namespace tf_stitch
 
 #endif  // TF_STITCH_CUSTOM_OPS_COALESCE_HOST_H_

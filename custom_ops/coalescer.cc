@@ -74,12 +74,13 @@ Coalescer::Taken Coalescer::Submit(const std::shared_ptr<Request>& request, MayR
 
 // Whether the request, just admitted, is to be run by its caller now.
 bool Coalescer::StartAlone(uint64_t id, MayRun may_run) {
-  if (may_run == MayRun::kNever || alone_.id || stopping_) return false;
+  if (may_run == MayRun::kNever || !options_.alone || alone_.id || stopping_) return false;
   bool idle = requests_.empty() && pending_ == 0;
   Micros now = NowMicros();
   if (!idle && may_run != MayRun::kBesideBestEffort) return false;
   if (!policy_.NextAlone(id, now, &alone_.superkernel)) return false;
   policy_.Extend(&alone_.superkernel, id, SIZE_MAX);
+  alone_.superkernel.launched = alone_.superkernel.steps;  // nothing is shared
   alone_.id = id;
   alone_.begin = now;
   return true;

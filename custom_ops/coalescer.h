@@ -87,6 +87,7 @@ class Coalescer {
   struct Options {
     PolicyOptions policy;
     Micros look_ahead = 200;  // device time that a lane may have enqueued when it enqueues more
+    bool alone = true;        // callers may run requests themselves
   };
   struct Stats {
     std::string device;

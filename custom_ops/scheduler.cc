@@ -15,6 +15,7 @@ constexpr size_t kLookBack = 64;       // company that is further behind than th
 constexpr int64_t kEstimatesAge = 64;  // requests of a kind after which its remaining times are computed anew
 constexpr double kOverdue = 3;         // times the usual gap between arrivals
 constexpr Micros kLongestGap = 10;     // between arrivals, in max_wait
+constexpr int kMostVain = 6;           // waits in vain that count: then one request in 64 waits
 constexpr size_t kMaxKinds = 1024;     // remembered without a request
 constexpr size_t kMaxTenants = 4096;   // remembered without a request, unless they were set
 constexpr double kFollow = 0.1;        // weight of a new measurement
@@ -172,6 +173,8 @@ Policy::Verdict Policy::Admit(uint64_t id, const std::string& name, std::shared_
   e.arrival = now;
   e.deadline = deadline;
   e.best_effort = tenant->options.best_effort;
+  e.waits = ++kind->passed >= 1 << kind->vain;
+  if (e.waits) kind->passed = 0;
   held_latency_ += !e.best_effort;
   ++kind->held;
   if (waits) {
@@ -232,7 +235,11 @@ bool Policy::Waiting(uint64_t id) const {
 void Policy::Extend(Superkernel* superkernel, uint64_t id, size_t count) {
   const Entry& e = entries_.at(id);
   for (size_t i = e.next + 1; i < std::min(e.next + count, e.work->units.size()); ++i) {
-    AddPart(e.work->units[i], superkernel);
+    if (superkernel->members.size() > 1) {
+      AddPart(e.work->units[i], superkernel);
+    } else {  // units of one request run one after the other, also those of one shape
+      AddPartOfItsOwn(e.work->units[i], superkernel);
+    }
     superkernel->lone_us += e.kind->remaining_us[i] - e.kind->remaining_us[i + 1];
     ++superkernel->steps;
   }
@@ -302,7 +309,8 @@ bool Policy::MayStart(const Entry& e) const {
 }
 
 // When an entry is to be issued though it could have more company: where none is behind, once the next request of its
-// kind is overdue.
+// kind is overdue.  Few wait where that is in vain: requests of one client, each sent when the last one is answered,
+// come soon after each other and never meet.
 Micros Policy::DueAt(const Entry& e, bool full) const {
   if (full) return e.ready_since;
   Company company = CompanyOf(e);
@@ -310,7 +318,7 @@ Micros Policy::DueAt(const Entry& e, bool full) const {
   if (company == Company::kGathers) return MayStart(e) ? e.ready_since : LatestStart(e);
   Micros until = std::min(e.ready_since + std::max<Micros>(options_.max_wait - e.waited, 0), LatestStart(e));
   if (CompanyIsBehind(e)) return until;
-  bool usual = e.next == 0 && e.kind->gap < static_cast<double>(options_.max_wait);
+  bool usual = e.next == 0 && e.waits && e.kind->gap < static_cast<double>(options_.max_wait);
   return usual ? std::min(until, Plus(e.kind->last_arrival, kOverdue * e.kind->gap)) : e.ready_since;
 }
 
@@ -356,6 +364,12 @@ bool Policy::NextAlone(uint64_t id, Micros now, Superkernel* out) {
   if (e.best_effort || held_latency_ > 1 || e.state != State::kReady || DueAt(e, false) > now) return false;
   Fill({e.work->units[e.next].cluster, false, false, kNever, 0, &e}, 1, now, out);
   return true;
+}
+
+void Policy::AddPartOfItsOwn(const Unit& u, Superkernel* out) const {
+  out->known = out->known && estimates_->Known(u.shape);
+  out->estimate_us += estimates_->Of(u.shape, 1, u.cost_us);
+  out->parts.push_back({u.shape, 1, u.cost_us});
 }
 
 void Policy::AddPart(const Unit& u, Superkernel* out) const {
@@ -409,6 +423,12 @@ void Policy::Begin(const Candidate& chosen, const std::map<Tenant*, double>& lon
   for (const auto& [tenant, us] : lone) {
     out->shares.emplace_back(tenant->name, us / out->lone_us);
     Charge(tenant, out->estimate_us * us / out->lone_us);
+  }
+  Kind* kind = chosen.leader->kind;
+  if (out->members.size() > 1) {
+    kind->vain = 0;
+  } else if (chosen.leader->next == 0 && now > chosen.leader->ready_since) {
+    kind->vain = std::min(kind->vain + 1, kMostVain);
   }
   out->best_effort = chosen.best_effort;
   out->cluster = chosen.cluster;

@@ -217,7 +217,8 @@ class Policy {
     size_t next = 0;  // unit
     State state = State::kQueued;
     Micros ready_since = 0, waited = 0;
-    size_t place = 0;  // in its cluster's list
+    bool waits = true;  // for the next request of its kind, where that usually comes soon enough
+    size_t place = 0;   // in its cluster's list
   };
   // What requests of equal units have in common.
   struct Kind {
@@ -228,7 +229,8 @@ class Policy {
     std::vector<int> at;      // requests, neither queued nor gone, by their next unit
     int held = 0;
     Micros last_arrival = 0;
-    double gap = 0;  // between arrivals, followed
+    double gap = 0;            // between arrivals, followed
+    int vain = 0, passed = 0;  // waits in a row that brought no company; requests since one waited
   };
   // What joining requests of one shape has come to.
   struct JoinRecord {
@@ -267,6 +269,7 @@ class Policy {
   double JoinedUs(const Entry& e, int64_t rows) const;
   bool JoiningPays(const std::vector<Entry*>& entries, int64_t rows);
   void AddPart(const Unit& unit, Superkernel* out) const;
+  void AddPartOfItsOwn(const Unit& unit, Superkernel* out) const;
   bool Pays(const Unit& unit, const Superkernel& superkernel);
   bool MayStart(const Entry& e) const;
   Company CompanyOf(const Entry& e) const;

@@ -61,6 +61,7 @@ std::string ReadSettings(const char* json, CoalescingOptions* out, std::string* 
   PolicyOptions& policy = out->coalescer.policy;
   return ReadOptions(json,
                      {{"look_ahead_us", {1, Into(&out->coalescer.look_ahead)}},
+                      {"alone", {0, Into(&out->coalescer.alone), 1}},
                       {"max_wait_us", {0, Into(&policy.max_wait)}},
                       {"max_pack", {1, Into(&policy.max_pack)}},
                       {"max_instances", {1, Into(&policy.max_instances)}},

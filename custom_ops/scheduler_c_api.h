@@ -23,10 +23,10 @@ extern "C" {
 //   max_instances   requests held at most, per device; the threads that bring more wait (4096)
 //   workers         superkernels under way at a time on the CPU (number of cores, at most 4; 256 at most)
 //   lanes           streams that superkernels of different clusters run on side by side on a GPU (4; 256 at most)
+//   alone           1: a request that comes when nothing else is held is run by the thread that brings it; 0: never (1)
 //   merge           1: requests of one program that share its weights run as one, joined along their batch, where that
-//   is
-//                   proven to give their own answers (up to rounding) and measured to be no slower; 0: never; 2: also
-//                   where that is slower (1)
+//                   is proven to give their own answers (up to rounding) and measured to be no slower; 0: never;
+//                   2: also where that is slower (1)
 //   max_merge       elements of a joined batch at most (256)
 //   merge_mb        megabytes that joined runs may take at a time, per device (256)
 //   drift           measured over estimated time above which a tenant is throttled, relative to all others (2)

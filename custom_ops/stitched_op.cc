@@ -1,6 +1,7 @@
 // StitchedProgram: the op that runs a stitched cluster.
 //
 // Registered here with its CPU kernel; stitched_op_gpu.cc has the one for GPUs.
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -110,7 +111,7 @@ class StitchedProgramOp : public AsyncOpKernel {
     HeldCall call_;
   };
 
-  // Hands a run to the scheduler; false, with `done` kept, when it is to run here.
+  // Hands a run to the scheduler, or runs it here when nobody else is there; false, with `done` kept, without one.
   bool Coalesce(OpKernelContext* ctx, const std::shared_ptr<const Plan>& plan, DoneCallback* done) {
     auto make = [](const CoalescingOptions& options) { return MakeHostDevice(options.workers, options.merge_bytes); };
     std::shared_ptr<Coalescer> coalescer = CoalescerOf(nullptr, make);
@@ -131,8 +132,20 @@ class StitchedProgramOp : public AsyncOpKernel {
     held->parallel_for = ParallelForOf(workers);
     if (!tensorflow::OpDeterminismRequired()) held->merge = work->mergeable.KeyOf(this, held->memory);
     held->joined_plan = [this](const Signature& s) { return joined_plans_.Get(node_.program(), s); };
-    return held->call()->Submit(node_.program().name, coalescer, held, Coalescer::MayRun::kNever, done) ==
-           Coalescer::Taken::kHeld;
+    Coalescer::Taken taken =
+        held->call()->Submit(node_.program().name, coalescer, held, Coalescer::MayRun::kWhenIdle, done);
+    if (taken == Coalescer::Taken::kAlone) RunAlone(ctx, coalescer.get(), held.get(), done);
+    return taken != Coalescer::Taken::kStopped;
+  }
+
+  void RunAlone(OpKernelContext* ctx, Coalescer* coalescer, Held* held, DoneCallback* done) {
+    Micros begin = NowMicros();
+    bool good = RunSteps(ctx, *held->plan, *held->place());
+    Micros took = std::max<Micros>(NowMicros() - begin, 1);
+    coalescer->RanAlone(good ? HasRun(static_cast<double>(took)) : nullptr);
+    if (good) node_.SetOutputs(ctx, held->place());
+    *held->place() = {};  // a cancellation may hold the request for longer than the allocator lives
+    good ? (*done)() : node_.fallback().Run(ctx, std::move(*done));
   }
 
   static ParallelFor ParallelForOf(const tensorflow::DeviceBase::CpuWorkerThreads* workers) {
@@ -143,10 +156,16 @@ class StitchedProgramOp : public AsyncOpKernel {
 
   // Runs the program and sets the outputs; false, with nothing set, when the fallback has to run.
   bool RunStitched(OpKernelContext* ctx, const Plan& plan) {
+    StitchedNode::Memory memory;
+    if (!node_.Allocate(ctx, plan, plan.arena_bytes, &memory) || !RunSteps(ctx, plan, memory)) return false;
+    node_.SetOutputs(ctx, &memory);
+    return true;
+  }
+
+  // False when a step refuses.
+  bool RunSteps(OpKernelContext* ctx, const Plan& plan, const StitchedNode::Memory& memory) {
     const Program& program = node_.program();
     tsl::profiler::TraceMe trace([&] { return "tf_stitch:" + program.name; });
-    StitchedNode::Memory memory;
-    if (!node_.Allocate(ctx, plan, plan.arena_bytes, &memory)) return false;
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
     int64_t activity = 0;
     Observe observe = [&](size_t step, bool starts) {  // one profiler event per kernel
@@ -158,12 +177,8 @@ class StitchedProgramOp : public AsyncOpKernel {
       }
     };
     const Observe* observer = tsl::profiler::TraceMe::Active() ? &observe : nullptr;
-    if (RunHost(program, *code_, plan, memory.addresses.data(), ParallelForOf(workers), workers->num_threads,
-                observer)) {
-      return false;
-    }
-    node_.SetOutputs(ctx, &memory);
-    return true;
+    return !RunHost(program, *code_, plan, memory.addresses.data(), ParallelForOf(workers), workers->num_threads,
+                    observer);
   }
 
   StitchedNode node_;

@@ -310,6 +310,33 @@ void WaitsForArrivalsThatAreUsual() {
   CHECK(c.Next().empty() && c.wake > c.now && c.wake <= c.now + 100);
 }
 
+// One client, who sends a request when the last one is answered, hardly ever waits for a second one; once there is one,
+// requests wait again.
+void ALoneClientDoesNotWait() {
+  Clock c({100, 64, 1000, 2});
+  uint64_t id = 1;
+  int waited = 0;
+  for (int i = 0; i < 1000; ++i) {
+    CHECK(c.Held(id++, "a", WorkOf({1})));
+    if (c.Next().empty()) {
+      ++waited;
+      c.now = c.wake;
+      CHECK(c.Next().size() == 1);
+    }
+    c.Run(20);
+    c.now += 20;
+  }
+  CHECK(waited >= 10 && waited < 40);
+  for (int i = 0; i < 200; ++i) {
+    CHECK(c.Held(id++, "a", WorkOf({1})) && c.Held(id++, "a", WorkOf({1})));
+    while (c.Next().empty()) c.now = c.wake;
+    c.Run(20);
+    c.now += 20;
+  }
+  CHECK(c.Held(id++, "a", WorkOf({1})));
+  CHECK(c.Next().empty() && c.wake > c.now);
+}
+
 void QuotasQueueThenReject() {
   Clock c;
   TenantOptions small;
@@ -859,6 +886,7 @@ int main(int argc, char** argv) {
   OutliersCountLittle();
   ALatencyRequestMayBeRunByItsCaller();
   WaitsForArrivalsThatAreUsual();
+  ALoneClientDoesNotWait();
   QuotasQueueThenReject();
   DriftThrottles();
   PacksWhereMeasuredToPay();

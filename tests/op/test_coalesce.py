@@ -112,6 +112,24 @@ def test_32_threads_of_many_tenants_equal_lone_runs():
         assert all(sum(t["latency_ms"]["counts"]) == t["completed"] for t in now["tenants"].values())
 
 
+@pytest.mark.parametrize("alone", [0, 1])
+def test_one_client_gets_right_answers_and_shares_nothing(alone):
+    """Whoever runs his requests: his own thread, or a lane."""
+    good, bad = Model(f"one_{alone}", "chain"), Model(f"bad_{alone}", "gather")
+    args = arguments("chain", 1)
+    want = good(*args)
+    with coalescing(alone=alone):
+        for _ in range(50):
+            for got, expected in zip(good(*args), want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+            with pytest.raises(tf.errors.InvalidArgumentError, match="9"):
+                bad(floats(9), np.array([3, 9], np.int32))
+        assert library().tfs_scheduler_drain(5000) == 0
+        now = stats()
+        assert now["tenants"][f"one_{alone}"]["completed"] == now["tenants"][f"bad_{alone}"]["failed"] == 50
+        assert now["devices"][0]["coalescing_factor"] == 1
+
+
 def test_an_error_fails_only_its_own_request():
     bad, good = Model("bad", "gather"), Model("good", "gather")
     x, fine, wrong = floats(9), np.array([1, 8], np.int32), np.array([3, 9], np.int32)

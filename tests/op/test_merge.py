@@ -9,9 +9,9 @@ import tensorflow as tf
 
 import tf_stitch
 from tests.ir_graphs import assert_matches, free_symbols, random_case, random_inputs
-from tests.op import programs
+from tests.op import programs, test_coalesce
 from tests.op.calls import stitched
-from tests.op.test_coalesce import call, coalescing, stats
+from tests.op.test_coalesce import call, stats
 from tests.op.test_op import floats
 from tf_stitch.compiler import compile_together
 from tf_stitch.ir.graph import Guard
@@ -60,6 +60,11 @@ def wanted(x, indices, table=TABLE):
 def close(got, want):
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
+
+
+def coalescing(**options):
+    """Requests wait for each other, however short they are."""
+    return test_coalesce.coalescing(alone=0, **options)
 
 
 def merged() -> dict:
