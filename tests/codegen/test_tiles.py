@@ -13,6 +13,7 @@ from tests.ir_graphs import assert_matches, make_case, random_inputs
 from tests.random_products import random_product
 from tf_stitch.codegen import translation_unit
 from tf_stitch.errors import Unschedulable
+from tf_stitch.ir import dims as D
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.dtypes import DTYPES
@@ -62,7 +63,7 @@ def run(graph: Graph, sizes=None, special=0.0, seed=0):
     inputs = random_inputs(graph, seed, sizes or {}, special=special)
     got, status = compile_kernels([kernel], optimize="-O1").run(
         kernel, graph.bind(inputs), dict(zip(graph.params, inputs, strict=True)))
-    assert status == 0 and "TS_TILES" in kernel.text
+    assert status == 0 and "TILES(t, " in kernel.text
     return [got[o] for o in graph.outputs], interp.run(graph, inputs), kernel.text
 
 
@@ -113,6 +114,15 @@ def test_unknown_sizes():
         names = sorted({str(d) for p in graph.params for d in p.shape if not isinstance(d, int)})
         for size in (0, 1, 3, 70, 300):
             check(graph, dict.fromkeys(names, size))
+
+
+@pytest.mark.parametrize("most", [2, 4, 16])
+def test_rows_of_which_there_are_few_are_tiles_of_rows_without_a_loop(most):
+    """As many rows to a tile as where their number is known, and no more turns than are sure to be needed."""
+    graph, text = matrix_product(None, 256, 2112), ""
+    for rows in range(most + 1):
+        text = check(graph.substitute({name: D.symbol(name, 0, most) for name in graph.symbols}), {"n0": rows})
+    assert "TS_FEW_TILES(t, " in text and f"TS_EACH(r1, {min(most, 4)})" in text
 
 
 def test_long_products_stay_accurate():
@@ -180,7 +190,7 @@ def test_random_products_match_the_interpreter():
             kernel = kernel_of(case.graph, CUDA) if any(o.op != "param" for o in case.graph.outputs) else None
         except Unschedulable:
             continue
-        if kernel is not None and "TS_TILES" in kernel.text:
+        if kernel is not None and "TILES(t, " in kernel.text:
             kernels.append((seed, case, kernel))
     assert len(kernels) > 40
     library = compile_kernels([k for *_, k in kernels], "x86-64-v2", "-O1")

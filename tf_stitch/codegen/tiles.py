@@ -218,7 +218,7 @@ class Tiles:
         """Adds the loops of the stage."""
         s, parts = self.split, self.e.kernel.scratch(self._scratch())
         size = f"{self.sums}, {s.sharing}, {s.stride}"
-        with self.scopes.block(f"TS_TILES(t, {self._count()}, {s.sharing}, {s.stride})", ("ts_t",)):
+        with self.scopes.block(f"{self._macro()}(t, {self.e.dim(self._count())}, {s.sharing}, {s.stride})", ("ts_t",)):
             self._places()
             acc = self._sums("a")
             self._all_ranges(acc)
@@ -247,10 +247,15 @@ class Tiles:
         """Tiles along a dim."""
         return 1 if d is None else D.ceildiv(self.box[d][1], each)
 
-    def _count(self) -> str:
+    def _count(self) -> Dim:
         p, s = self.plan, self.split
-        return self.e.dim(D.product([*(self.box[d][1] for d in p.outer), self._many(p.row, s.rows),
-                                     self._many(p.column, s.columns)]))
+        tiled = (self._many(p.row, s.rows), self._many(p.column, s.columns))
+        return D.product([*(self.box[d][1] for d in p.outer), *tiled])
+
+    def _macro(self) -> str:
+        """The loop over tiles; where their number is unknown but surely not too large, there is none."""
+        count, groups = self._count(), self.e.kernel.target.threads // self.split.sharing
+        return "TS_FEW_TILES" if not isinstance(count, int) and D.prove_le(count, groups) else "TS_TILES"
 
     def _places(self) -> None:
         """The first row and column of the tile, and its index along the other dims."""

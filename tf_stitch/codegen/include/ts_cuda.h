@@ -121,6 +121,11 @@ struct ts_keeper {
 #define TS_TILES(t, n, S, W)                                                                  \
   for (ts_idx ts_t0 = 0, ts_tn = (n); ts_t0 < ts_tn; ts_t0 += TS_THREADS / (S))               \
     if (const ts_idx t = ts_imin(ts_t0 + TS_TILE_(S, W), ts_tn - 1); true)
+// The same where there are no more tiles than threads to fold them at once: no loop, so what a tile loads can be under
+// way before anything else is known of it.
+#define TS_FEW_TILES(t, n, S, W)                      \
+  if (const ts_idx ts_t0 = 0, ts_tn = (n); ts_tn > 0) \
+    if (const ts_idx t = ts_imin(TS_TILE_(S, W), ts_tn - 1); true)
 #define TS_SHARES(h, S, W) if (const ts_idx h = TS_SHARE_(S, W); true)
 #define TS_LOADED(a, n) TS_EACH(ts_j, n) ts_loaded(a[ts_j]);
 #define TS_EACH(i, n) TS_UNROLL_(unroll) for (ts_idx i = 0; i < (n); ++i)

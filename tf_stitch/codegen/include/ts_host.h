@@ -67,6 +67,7 @@ struct ts_problem {
 
 // Products in tiles: text of the CUDA target, here one tile after the other.
 #define TS_TILES(t, n, S, W) TS_FOR_(t, 0, n)
+#define TS_FEW_TILES TS_TILES
 #define TS_SHARES(h, S, W) TS_FOR_(h, 0, S)
 #define TS_LOADED(a, n)
 #define TS_EACH(i, n) TS_FOR_(i, 0, n)
