@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tf_stitch
-from tf_stitch import rewrites
+from tf_stitch import rewrites, saved_model
 from tf_stitch.graph import edits, loops
 
 CONTROL = {"Enter", "Exit", "NextIteration", "LoopCond", "While", "StatelessWhile"}
@@ -321,6 +321,28 @@ def test_a_bound_that_turns_change(compared):
     for n in (0, 3, 5, 20):
         both(shrinking, x_of(3, 4), tf.constant(n))
     assert any(compared)
+
+
+def test_conditions_that_are_functions(tmp_path):
+    """A model for a GPU, run on whatever there is."""
+    class Model(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([], tf.int32)])
+        def __call__(self, x, n):
+            counted = turns_of(x[0], n, tf.shape(x)[0])
+            return {"scanned": tf.scan(lambda a, s: tf.tanh(a) * 2.0 + s, x), "turns": counted[0], "y": counted[1]}
+
+    model = Model()
+    tf.saved_model.save(model, str(tmp_path / "a"), signatures=model.__call__)
+    tf_stitch.rewrite_saved_model(tmp_path / "a", tmp_path / "b", target="cuda:sm_90", verify=False)
+    loaded = tf.saved_model.load(str(tmp_path / "b"))
+    functions = saved_model.read(tmp_path / "b").meta_graphs[0].graph_def.library.function
+    conditions = [f for f in functions if f.signature.name.endswith(loops.ONE_COUNTER)]
+    assert {"Less", "Minimum"} <= {n.op for f in conditions for n in f.node_def}
+    assert all(f.ret[f.signature.output_arg[0].name].split(":")[0] not in
+               {n.name for n in f.node_def if n.op == "LogicalAnd"} for f in conditions)
+    for rows in (1, 2, 5):
+        for n in (-1, 0, 1, 3, 9):
+            same(loaded(x_of(rows, 3), tf.constant(n)), model(x_of(rows, 3), tf.constant(n)))
 
 
 # --- lists -------------------------------------------------------------------------------------------

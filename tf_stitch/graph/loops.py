@@ -10,6 +10,7 @@ loop or a branch, and where more than ``MOST_NODES`` nodes would come of it.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from .view import ARG_OPS, PASS_THROUGH, FuncRef, GraphView, NodeView, Ref, op_d
 
 MOST_NODES = 2500  # that compute something and come of all loops of a graph: planning them takes seconds
 ELEMENTS = 64      # of an integer tensor whose value is followed
+ONE_COUNTER = "_one_counter"  # ends the name of a function that is a loop's condition
 WHILES = frozenset({"While", "StatelessWhile"})
 READS = frozenset({"ReadVariableOp", "VariableShape", "ResourceGather"})  # see effects, have none
 BRANCHES = frozenset({"Switch", "Merge", "_SwitchN"})
@@ -82,45 +84,86 @@ def counted(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphVi
     """
     edit = Edit(source, view)
     for loop in _loops(view):
-        both = view[_plain(loop, loop.test)[0]] if loop.tests is view else None
-        tests = [view[ref[0]] for ref in both.inputs] if both is not None and both.op == "LogicalAnd" else []
-        if [(t.op, t.attr("T")) for t in tests] == [("Less", "int32")] * 2:
-            test = _one_test(edit, loop, *tests)
-            if test is not None:
-                edit.instead[loop.test] = test
+        if loop.tests is view:
+            _compare_one(edit, loop, view)
     return edit.graph() if edit.instead else source
 
 
-def _counter(loop: _Loop, variable: Ref) -> tuple[int, int] | None:
+def counted_functions(graph: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
+    """The same graph, or a copy in which conditions of While nodes compare one counter, as :func:`counted` has it.
+
+    Such a condition is a new function, whose name ends with ``ONE_COUNTER``.
+    """
+    out = graph_pb2.GraphDef()
+    out.CopyFrom(graph)
+    made: dict[str, function_pb2.FunctionDef] = {}
+    for body in (out, *out.library.function):
+        nodes = {n.name: n for n in (body.node_def if isinstance(body, function_pb2.FunctionDef) else body.node)}
+        if any(n.op in WHILES for n in nodes.values()):
+            view = GraphView(body, graph.library)
+            for n in (n for n in view if n.op in WHILES):
+                test = _counted_function(view, n)
+                if test is not None:
+                    made[test.signature.name] = test
+                    nodes[n.name].attr["cond"].func.name = test.signature.name
+    out.library.function.extend(made.values())
+    return out if made else graph
+
+
+def _counted_function(view: GraphView, n: NodeView) -> function_pb2.FunctionDef | None:
+    """The condition of a While node with one comparison; None where it has no other two."""
+    loop = _of_functions(view, n)
+    if loop is None:
+        return None
+    edit = Edit(loop.tests.source, loop.tests)
+    _compare_one(edit, loop, view)
+    if not edit.instead:
+        return None
+    out = edit.graph()
+    digest = hashlib.sha256(out.SerializeToString(deterministic=True)).hexdigest()  # loops may share a condition
+    out.signature.name = f"{out.signature.name}_{digest[:8]}{ONE_COUNTER}"
+    return out
+
+
+def _compare_one(edit: Edit, loop: _Loop, outside: GraphView) -> None:
+    """Puts one comparison in the place of two."""
+    both = loop.tests[_plain(loop.tests, loop, loop.test)[0]]
+    tests = [loop.tests[ref[0]] for ref in both.inputs] if both.op == "LogicalAnd" else []
+    if [(t.op, t.attr("T")) for t in tests] == [("Less", "int32")] * 2:
+        test = _one_test(edit, loop, outside, *tests)
+        if test is not None:
+            edit.instead[loop.test] = test
+
+
+def _counter(loop: _Loop, outside: GraphView, variable: Ref | None) -> tuple[int, int] | None:
     """Where a variable of a loop begins and what each turn adds to it; None where that is not known."""
     if variable not in loop.next:
         return None
-    start = loop.tests.constant(loop.initial[variable])
-    add = loop.tests[_plain(loop, loop.next[variable])[0]]
+    start = outside.constant(loop.initial[variable])
+    add = loop.turns[_plain(loop.turns, loop, loop.next[variable])[0]]
     if start is None or start.shape or add.op != "AddV2":
         return None
     for k in (0, 1):
-        step = loop.tests.constant(add.inputs[k])
-        if step is not None and not step.shape and _plain(loop, add.inputs[1 - k]) == variable:
+        step = loop.turns.constant(add.inputs[k])
+        if step is not None and not step.shape and _plain(loop.turns, loop, add.inputs[1 - k]) == variable:
             return int(start), int(step)
     return None
 
 
-def _plain(loop: _Loop, ref: Ref) -> Ref:
-    """The value of a turn that another one is a name of."""
+def _plain(view: GraphView, loop: _Loop, ref: Ref) -> Ref:
+    """The value of a turn or a condition that another one is a name of."""
     while True:
-        n = loop.tests[ref[0]]
         if ref in loop.same:
             ref = loop.same[ref]
-        elif n.op in PASS_THROUGH:
-            ref = n.inputs[0]
+        elif view[ref[0]].op in PASS_THROUGH:
+            ref = view[ref[0]].inputs[0]
         else:
             return ref
 
 
-def _one_test(edit: Edit, loop: _Loop, first: NodeView, second: NodeView) -> Ref | None:
+def _one_test(edit: Edit, loop: _Loop, outside: GraphView, first: NodeView, second: NodeView) -> Ref | None:
     """A comparison that holds where two do; None where none is known."""
-    a, b = (_counter(loop, t.inputs[0]) for t in (first, second))
+    a, b = (_counter(loop, outside, loop.test_args.get(t.inputs[0])) for t in (first, second))
     if a is None or b is None:
         return None
     if _bound(loop, first.inputs[1]) == _bound(loop, second.inputs[1]) and a[1] == b[1] == 1:
@@ -134,11 +177,13 @@ def _one_test(edit: Edit, loop: _Loop, first: NodeView, second: NodeView) -> Ref
     return edit.add(test, f"{first.name}/one", ["bool"], [first.inputs[0], bound], first.control_inputs), 0
 
 
-def _bound(loop: _Loop, ref: Ref) -> Ref:
+def _bound(loop: _Loop, ref: Ref) -> tuple[str, Ref]:
     """What a turn compares with: the value outside, where no turn changes it."""
-    if ref in loop.initial and (ref not in loop.next or _plain(loop, loop.next[ref]) == ref):
-        return loop.initial[ref]
-    return ref
+    variable = loop.test_args.get(ref)
+    if variable is not None and (variable not in loop.next
+                                 or _plain(loop.turns, loop, loop.next[variable]) == variable):
+        return "outside", loop.initial[variable]
+    return "test", ref
 
 
 # --- reading loops -----------------------------------------------------------------------------------
@@ -154,6 +199,7 @@ class _Loop:
       next: by a variable's ref, that of its value in the next turn.
       same: by a ref that turns read too, the variable.
       test: the condition in ``tests``, a view in which ``test_args`` are names of variables.
+      turns: the view that holds the body.
       body: nodes of a turn, operands first.
       exits: by the ref of a result, the variable.
       after: names of nodes that turns wait for.
@@ -167,6 +213,7 @@ class _Loop:
     tests: GraphView
     test: Ref
     test_args: dict[Ref, Ref]
+    turns: GraphView
     body: list[NodeView]
     exits: dict[Ref, Ref]
     after: tuple[str, ...]
@@ -222,7 +269,7 @@ def _of_frame(view: GraphView, nodes: Sequence[NodeView], found: Mapping[str, Co
     return _Loop(
         conds[0].name.rpartition("/")[0] or "loop", {n.name for n in nodes}, initial, nexts,
         {(name, 1): n.inputs[0] for name, n in switches.items()}, view, conds[0].inputs[0], {r: r for r in initial},
-        [n for n in nodes if n.op not in NEXT and n.name not in own],
+        view, [n for n in nodes if n.op not in NEXT and n.name not in own],
         {(n.name, 0): switches[n.inputs[0][0]].inputs[0] for n in exits},
         tuple(dict.fromkeys(c for n in enters.values() for c in n.control_inputs)))
 
@@ -237,7 +284,8 @@ def _of_functions(view: GraphView, n: NodeView) -> _Loop | None:
     return _Loop(
         n.name, {n.name}, dict(zip(args, n.inputs, strict=True)), dict(zip(args, turns.rets, strict=True)), {},
         tests, tests.rets[0], dict(zip([(name, 0) for name in tests.args], args, strict=True)),
-        [m for m in turns if m.op not in ARG_OPS], {(n.name, k): ref for k, ref in enumerate(args)}, n.control_inputs)
+        turns, [m for m in turns if m.op not in ARG_OPS], {(n.name, k): ref for k, ref in enumerate(args)},
+        n.control_inputs)
 
 
 def _may_be_copied(n: NodeView) -> bool:

@@ -75,6 +75,8 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
     """
     start = time.perf_counter()
     options, keep_in = Options.of(options), keep_in or {}
+    if functions and resolve(options, ()).on_gpu:
+        graph_def = loops.counted_functions(graph_def)
     out = graph_pb2.GraphDef()
     out.CopyFrom(graph_def)
     places = [_place("", graph_def, None, options, keep_ends=keep_ends, keep=options.keep, run=run, whole=only is None)]
@@ -174,6 +176,7 @@ _IS_FALLBACK = "it is the fallback of a stitched op"
 _IS_STITCHED = "it is stitched already"
 _IS_CHECKPOINT = "it saves or restores variables"
 _IS_GRADIENT = "it is an op's gradient, for those who differentiate the loaded model"
+_IS_CONDITION = "it is a loop's condition, which TensorFlow computes on the host"
 _OUTSIDE = "it is outside of the functions to be stitched"
 
 
@@ -192,6 +195,7 @@ def _untouchable(graph: graph_pb2.GraphDef) -> dict[str, str]:
     out.update((name, "its types are not fixed") for name, f in library.items() if f.signature.attr)
     stack = [n for n, f in library.items() if _is_xla(f.attr)]
     stack.extend(called for node in nodes if _is_xla(node.attr) for called in _called(node))
+    out.update((name, _IS_CONDITION) for name in library if name.endswith(loops.ONE_COUNTER))
     while stack:
         name = stack.pop()
         if name in library and name not in out:
