@@ -1,6 +1,7 @@
 """Kernels that random graphs do not reach: long sums, specials, failures, unknown sizes at their limits, text."""
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -389,3 +390,19 @@ def test_one_condition_for_a_whole_row():
             if graph.params[1].dtype.startswith("float"):
                 inputs[1].reshape(-1)[:3] = (np.nan, np.inf, -0.0)[:inputs[1].size]
             check(graph, inputs, 0, library, kernel)
+
+
+def test_a_long_chain_needs_no_recursion():
+    """More ops inside each other than Python's stack has frames: elementwise ones, views and GELUs."""
+    b = Builder()
+    x = b.param((None, 5), "float32", "x")
+    y = x
+    for step in range(300):
+        half = b.ew("mul", b.reverse(y, (1,)), 0.5)
+        y = b.ew("mul", half, b.ew("erfc", b.ew("mul", y, -math.sqrt(0.5)))) if step % 50 == 0 else b.ew("sin", half)
+        y = b.ew("add", y, x)
+    graph = b.finish([y], "chain")
+    for target in (HOST, CUDA):
+        kernel = kernel_of(graph, target)
+        inputs = draw(graph, {str(x.shape[0]): 3}, seed=1)
+        check(graph, inputs, 1e-5, compile_kernels([kernel], optimize="-O1"), kernel)

@@ -213,6 +213,7 @@ class StageEmitter:
         self.runs: Runs | None = None
         self.divisors: dict[str, str] = {}  # of a variable that divides: what is prepared for it
         self.floor = 0  # depth of the stage's own scope
+        self.nesting = 0  # of values that are being computed
 
     dim = property(lambda self: self.kernel.dim)
     factor = property(lambda self: self.kernel.factor)

@@ -13,11 +13,12 @@ from ..errors import Unschedulable
 from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.dtypes import DTYPES
-from ..ir.graph import Node
+from ..ir.graph import Node, topological
 from ..ir.ops import OPS
 from ..schedule import rules
 from ..schedule.rules import Index
 from . import device_forms
+from .scope import Key
 from .text import compute_type, literal, rounded, storage_type
 
 if TYPE_CHECKING:
@@ -26,11 +27,34 @@ if TYPE_CHECKING:
 # Results that need no rounding: they are one of the operands, or it without its fraction or sign.
 _EXACT = frozenset({"neg", "abs", "sign", "max", "min", "floor", "ceil", "rint"})
 MANY_PIECES = 4  # of a concat, for which a table of their addresses pays
+DEEP = 32  # values inside each other, from which on what is further below is computed first: Python's stack is limited
 _SIGNED = {"add": "+", "sub": "-", "mul": "*"}  # unsigned arithmetic wraps, signed is undefined
 
 
 def evaluate(e: StageEmitter, node: Node, index: Index) -> str:
     """A C++ expression (a variable or a literal) for ``node`` at ``index``; declares what it needs."""
+    e.nesting += 1
+    if e.nesting % DEEP == 0:
+        for below in topological([(node, index)], lambda key: _operands(e, *key))[:-1]:
+            _evaluate(e, *below)
+    text = _evaluate(e, node, index)
+    e.nesting -= 1
+    return text
+
+
+def _operands(e: StageEmitter, node: Node, index: Index) -> list[Key]:
+    """What a value that is not there yet is computed from under the same conditions."""
+    if e.scopes.find((node, index)) is not None or e.in_memory(node):
+        return []
+    if node.op in rules.VIEWS:
+        return [(node.inputs[0], _seen(e, node, rules.VIEWS[node.op](node, index)))]
+    if not OPS[node.op].elementwise:
+        return []
+    cdf = _normal_cdf(e, node, index)
+    return [(x, index) for x in (node.inputs if cdf is None else [cdf.x, cdf.factor]) if x is not None]
+
+
+def _evaluate(e: StageEmitter, node: Node, index: Index) -> str:
     found = e.scopes.find((node, index))
     if found is not None:
         return found
@@ -120,13 +144,19 @@ def _device_form(e: StageEmitter, node: Node, index: Index) -> str | None:
         return rounded(f"ts_exp_down({evaluate(e, node.inputs[0], index)})", node.dtype)
     if node.op == "erfc" and DTYPES[node.dtype].size == 2:  # far more exact than a half, in fewer instructions
         return rounded(f"2.0f * ts_ndtr({evaluate(e, node.inputs[0], index)} * -0x1.6a09e6p+0f)", node.dtype)
-    if node.dtype != "float32":  # half types round between the operations
-        return None
-    cdf = device_forms.normal_cdf(node, lambda x: not e.in_memory(x))
-    if cdf is None or e.scopes.find((cdf.tail, index)) is not None:
+    cdf = _normal_cdf(e, node, index)
+    if cdf is None:
         return None
     text = f"ts_ndtr({'-' if cdf.negated else ''}{evaluate(e, cdf.x, index)})"
     return text if cdf.factor is None else f"({evaluate(e, cdf.factor, index)} * {text})"
+
+
+def _normal_cdf(e: StageEmitter, node: Node, index: Index) -> device_forms.NormalCdf | None:
+    """What a GPU's own function of the normal distribution computes, where nothing between is needed elsewhere."""
+    if e.kernel.target.is_host or node.dtype != "float32":  # half types round between the operations
+        return None
+    cdf = device_forms.normal_cdf(node, lambda x: not e.in_memory(x))
+    return None if cdf is None or e.scopes.find((cdf.tail, index)) is not None else cdf
 
 
 def _quotient(e: StageEmitter, node: Node, divisor: str) -> str | None:
