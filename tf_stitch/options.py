@@ -1,6 +1,8 @@
 """Options of a rewrite: one immutable object that every stage reads."""
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .errors import OptionError
@@ -41,8 +43,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("levels", "keep", "skip_ops"):
-            if isinstance(getattr(self, name), str):
-                raise OptionError(f"Option '{name}' is a string; it takes a tuple of strings.")
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise OptionError(f"Option '{name}' is {value!r}; it takes a tuple of strings.")
         for name, least in (("min_ops", 1), ("shared_bytes", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -50,7 +53,7 @@ class Options:
         unknown = set(self.levels) - set(HOST_LEVELS)
         if unknown:
             raise OptionError(f"Option 'levels' has unknown entries {sorted(unknown)}; use {', '.join(HOST_LEVELS)}.")
-        if not (self.target in ("auto", "host") or self.target.startswith("cuda:sm_")):
+        if self.target not in ("auto", "host") and not re.fullmatch(r"cuda:sm_\d{2,3}", str(self.target)):
             raise OptionError(f"Target '{self.target}' is not known; use 'auto', 'host' or 'cuda:sm_90'.")
 
     @classmethod

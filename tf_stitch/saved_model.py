@@ -576,10 +576,10 @@ def _tolerance(dtype: str) -> float:
 
 
 # How TensorFlow begins the message of an op that failed; the reason follows.
-_NO_REASON = ("Graph execution error", "Detected at node", "<stack traces unavailable>", 'File "')
+_NO_REASON = ("Graph execution error", "Detected at node", "<stack traces unavailable>", 'File "', "in user code:")
 
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(getattr(error, "message", None) or error).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(_NO_REASON)] or lines
-    return (lines[0] if lines else type(error).__name__)[:300]
+    return (lines[0].removeprefix(f"{type(error).__name__}: ") if lines else type(error).__name__)[:300]

@@ -537,6 +537,10 @@ def test_bad_models(session, tmp_path):
         session.add("a", 3)
     with pytest.raises(OptionError, match="no signature 'b'; it has serving_default"):
         session.add("a", scaled(1.0), signature="b")
+    with pytest.raises(SavedModelError, match=r"^The function 'nested' cannot be saved: Got a non-Tensor value"):
+        def nested(x):
+            return {"a": {"b": x + 1.0}}
+        session.add("a", nested, input_signature=[tf.TensorSpec([None])])
     session.add("a", scaled(1.0))
     with pytest.raises(OptionError, match="'a' is there already; swap"):
         session.add("a", scaled(1.0))
@@ -545,7 +549,8 @@ def test_bad_models(session, tmp_path):
 @pytest.mark.parametrize(("options", "message"), [
     ({"threads": 0}, "'threads' is 0"), ({"threads": 1.5}, "'threads' is 1.5; it must be a whole number"),
     ({"threads": 2, "reserve": 2}, "'reserve' is 2; it must be at least 0 and below 'threads'"),
-    ({"beside": -1}, "'beside' is -1; it must be a whole number, at least 0"), ({"beside": 0.5}, "'beside' is 0.5")])
+    ({"beside": -1}, "'beside' is -1; it must be a whole number, at least 0"), ({"beside": 0.5}, "'beside' is 0.5"),
+    ({"config": {}}, "'config' is a dict; it must be a tf.compat.v1.ConfigProto")])
 def test_options_of_a_session(options, message):
     with pytest.raises(OptionError, match=message):
         tf_stitch.StitchSession(**options)

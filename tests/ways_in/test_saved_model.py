@@ -441,6 +441,9 @@ def test_a_gpu_model_verified_without_a_gpu_says_so(source, tmp_path):
     (lambda: tf_stitch.Options(min_ops=True), "must be an integer"),
     (lambda: tf_stitch.Options(shared_bytes=-5), "at least 0"),
     (lambda: tf_stitch.Options(skip_ops="Tanh"), "takes a tuple of strings"),
+    (lambda: tf_stitch.Options(keep=None), "'keep' is None; it takes a tuple of strings"),
+    (lambda: tf_stitch.Options(target=3), "Target '3' is not known"),
+    (lambda: tf_stitch.Options(target="cuda:sm_9"), "Target 'cuda:sm_9' is not known"),
     (lambda: tf_stitch.enable(options={"min_ops": 3}), "not a dict"),
     (lambda: tf_stitch.enable({"min_ops": 3}), "not a dict"),
 ])

@@ -240,7 +240,7 @@ class ServedModel:
         if wanted not in names:
             self._check_plain(wanted)
             has = f"it has {', '.join(names)}" if names else "it has none"
-            raise OptionError(f"The model in '{self.folder}' has no signature '{wanted}'; {has}.")
+            raise OptionError(f"The model has no signature '{wanted}'; {has}.")
         return wanted
 
 

@@ -85,6 +85,8 @@ class StitchSession:
         _check_count("beside", beside)
         if reserve is not None and not 0 <= reserve < threads:
             raise OptionError(f"Option 'reserve' is {reserve}; it must be at least 0 and below 'threads' ({threads}).")
+        if config is not None and not isinstance(config, tf.compat.v1.ConfigProto):
+            raise OptionError(f"Option 'config' is a {type(config).__name__}; it must be a tf.compat.v1.ConfigProto.")
         runtime.load()
         _grow_memory()
         gpus = tf.config.list_physical_devices("GPU")

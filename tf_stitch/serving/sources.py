@@ -31,7 +31,8 @@ def save_function(function: Callable[..., Any], folder: Path, input_signature: S
         tf.saved_model.save(module, os.fspath(folder), signatures=concrete)
     except Exception as error:
         reason = saved_model._first_line(error)
-        raise SavedModelError(f"The function '{concrete.name}' cannot be saved: {reason}") from None
+        name = getattr(function, "__name__", "?")
+        raise SavedModelError(f"The function '{name}' cannot be saved: {reason}") from None
 
 
 def _exported(model: Any, folder: Path) -> None:
