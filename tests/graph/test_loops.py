@@ -235,6 +235,17 @@ def test_loops_after_loops(ops):
     assert is_straight(ops)
 
 
+def test_a_loop_may_be_met_before_one_that_it_reads(ops):
+    """The second loop's first node, its counter's, comes early in the graph."""
+    def two(x):
+        states = scan(x)
+        return tf.while_loop(lambda i, *_: i < 8, lambda i, y: (i + 1, tf.tanh(y) + states[1] * states[2][0]),
+                             (0, states[1]))[1], states
+
+    both(two, x_of(3, 5, 4))
+    assert is_straight(ops)
+
+
 @pytest.mark.parametrize("turns", [1, 4])
 def test_gradients(ops, turns):
     weight = tf.Variable(x_of(4, 4, seed=3) * 0.3)

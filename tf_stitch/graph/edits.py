@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
@@ -12,6 +13,16 @@ from .view import ARG_OPS, RET_OPS, GraphView, Ref, op_def
 
 ENDS = ARG_OPS | RET_OPS | {"NoOp", "Placeholder", "PlaceholderWithDefault"}
 Key = tuple[str, tuple[int, ...], bytes, str]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A new node, the types of what it gives, and what it reads and waits for."""
+
+    node: node_def_pb2.NodeDef
+    types: tuple[str, ...]
+    inputs: tuple[Ref, ...]
+    controls: tuple[str, ...]
 
 
 class Edit:
@@ -28,7 +39,7 @@ class Edit:
         self.waits: dict[str, tuple[str, ...]] = {}
         self._taken = set(view.nodes)
         self._numbers: dict[str, int] = {}
-        self._made: dict[str, tuple[node_def_pb2.NodeDef, Sequence[str]]] = {}
+        self._made: dict[str, _Made] = {}
         self._constants: dict[Key, str] = {}
 
     # --- adding -------------------------------------------------------------------------------------
@@ -39,11 +50,9 @@ class Edit:
 
         ``types`` are those of what it gives.  ``inputs`` may be values of the old graph and of new nodes.
         """
-        del node.input[:]
-        node.input.extend([*map(self.text, inputs), *(f"^{c}" for c in dict.fromkeys(controls))])
         self._numbers[name] = self._numbers.get(name, -1) + 1
         node.name = free_name(f"{name}_{self._numbers[name]}", self._taken)
-        self._made[node.name] = node, types
+        self._made[node.name] = _Made(node, tuple(types), tuple(inputs), tuple(controls))
         return node.name
 
     def constant(self, value: np.ndarray, device: str, name: str) -> Ref:
@@ -70,15 +79,16 @@ class Edit:
         """How a value is written as an input."""
         while ref in self.instead:
             ref = self.instead[ref]
-        return self.view.output_text(self._made[ref[0]][0], ref[1]) if ref[0] in self._made else self.view.ref_text(ref)
+        made = self._made.get(ref[0])
+        return self.view.output_text(made.node, ref[1]) if made is not None else self.view.ref_text(ref)
 
     def dtype(self, ref: Ref) -> str:
         """Element type name of a value."""
-        return self._made[ref[0]][1][ref[1]] if ref[0] in self._made else self.view.dtype(ref)
+        return self._made[ref[0]].types[ref[1]] if ref[0] in self._made else self.view.dtype(ref)
 
     def device(self, ref: Ref) -> str:
         """Where the node is placed that gives a value."""
-        return self._made[ref[0]][0].device if ref[0] in self._made else self.view[ref[0]].device
+        return self._made[ref[0]].node.device if ref[0] in self._made else self.view[ref[0]].device
 
     # --- the copy -----------------------------------------------------------------------------------
 
@@ -94,7 +104,7 @@ class Edit:
         nodes = [self._rewired(n) for n in target if n.name not in self.waits]
         del target[:]
         target.extend(nodes)
-        target.extend(self._waiting_node(n) for n, _ in self._made.values())
+        target.extend(map(self._written, self._made.values()))
         target.extend(node_def_pb2.NodeDef(name=end, op="NoOp", input=[f"^{w}" for w in self._waiting([end])])
                       for end in dict.fromkeys(self.view.control_rets) if end in self.waits)
         return out
@@ -115,13 +125,11 @@ class Edit:
                 del out.attr["_class"]
         return out
 
-    def _waiting_node(self, node: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
-        """A new node, waiting for what is there now."""
-        data = [i for i in node.input if not i.startswith("^")]
-        controls = self._waiting(i[1:] for i in node.input if i.startswith("^"))
-        del node.input[:]
-        node.input.extend([*data, *(f"^{c}" for c in controls)])
-        return node
+    def _written(self, made: _Made) -> node_def_pb2.NodeDef:
+        """A new node, reading what is there now that all changes are known."""
+        del made.node.input[:]
+        made.node.input.extend([*map(self.text, made.inputs), *(f"^{c}" for c in self._waiting(made.controls))])
+        return made.node
 
     def _waiting(self, names: Iterable[str]) -> list[str]:
         """What to wait for in place of nodes some of which are gone."""
