@@ -228,7 +228,8 @@ class _Run:
         """models.soak with these tenants, and one that fails for part of its inputs."""
         folder = self.folder / f"soak_{policy}"
         report = soak.held(soak.of_models(self.models, policy, folder), self.args.soak_seconds,
-                           coalesce=policy == "superkernel", config=self.devices.config)
+                           device=self.devices.shared, coalesce=policy == "superkernel",
+                           config=self.devices.config)
         self.results.soak.append({"title": policy, **report})
 
     def say(self, text: str) -> None:

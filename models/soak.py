@@ -102,8 +102,9 @@ class Soak:
     """Clients and an operator at work on one session."""
 
     def __init__(self, session: tf_stitch.StitchSession, subjects: Sequence[Subject], clients: int, seed: int = 0,
-                 check_s: float = CHECK_S) -> None:
-        self.session, self.subjects, self.seed, self.check_s = session, subjects, seed, check_s
+                 device: str | None = None, check_s: float = CHECK_S) -> None:
+        self.session, self.subjects, self.seed = session, subjects, seed
+        self.device, self.check_s = device, check_s
         self.counts = Counts()
         self.problems: list[str] = []
         self.memory: list[tuple[float, Held]] = []  # when, with the tenants of the beginning and nothing under way
@@ -228,7 +229,8 @@ class Soak:
     def _add(self, subject: Subject) -> None:
         name, version = f"{subject.name}_{next(self._numbers)}", 0
         self.session.add(name, subject.versions[version], stitch=False, slo_ms=1000, max_queue=QUEUE,
-                         priority="latency" if len(self._live) % 3 else "best_effort", warmup=False)
+                         priority="latency" if len(self._live) % 3 else "best_effort", warmup=False,
+                         device=self.device)
         self._tallies.append(self.session._tenants[name].tally)
         self._live = [*self._live, Live(name, subject, frozenset({version}))]
 
@@ -411,11 +413,11 @@ def _right_of(samples: Sequence[Inputs], answers: Sequence[Sequence[Inputs]]) ->
     return right
 
 
-def held(subjects: Sequence[Subject], seconds: float, *, clients: int = 8, seed: int = 0, **options: Any
-         ) -> dict[str, Any]:
-    """The report of a soak of a new session, which is closed at its end."""
+def held(subjects: Sequence[Subject], seconds: float, *, clients: int = 8, seed: int = 0, device: str | None = None,
+         **options: Any) -> dict[str, Any]:
+    """The report of a soak of a new session, which is closed at its end; ``device`` is where its models are."""
     with tf_stitch.StitchSession(**options) as session:
-        report = Soak(session, subjects, clients, seed).run(seconds)
+        report = Soak(session, subjects, clients, seed, device).run(seconds)
     left = sum(t.name.startswith(THREAD_NAME) for t in threading.enumerate())
     if left:
         report["problems"].append(f"{left} threads are left.")

@@ -1,6 +1,6 @@
 """Superkernels at kernel level: matrix products of many streams, each with operands in allocations of its own.
 
-    python -m models.superkernels [--streams 2,16,64] [--rounds 20] [--out models/results]
+    python -m models.superkernels [--streams 2,16,64] [--rounds 8] [--out models/results]
 
 Writes h200_superkernels.json: rows {shape, streams, system, us}, where us is the time for one product of each stream;
 rounds follow each other as under load.  Systems:
@@ -40,6 +40,7 @@ MIXED = "mixed"  # each stream one of CONVS
 STREAMS = (2, 4, 8, 16, 32, 64, 128)
 HOW = {"superkernel": 0, "timeslice_c": 1, "hyperq_c": 2}
 TOLERANCE = 2e-3  # of the largest result: TF32 has 10 bits of mantissa
+LONG_US, MOST_ROUNDS = 20e3, 200  # of a measurement: what the host takes to begin and to end is no part of a round
 
 
 def shapes_of(name: str, streams: int) -> list[tuple[int, int, int]]:
@@ -60,6 +61,11 @@ def is_right(out: np.ndarray, lhs: np.ndarray, rhs: np.ndarray) -> bool:
     """Whether a product is as exact as TF32 lets it be."""
     want = lhs.astype(np.float64) @ rhs.astype(np.float64)
     return bool(np.abs(out - want).max() <= TOLERANCE * np.abs(want).max())
+
+
+def enough(us: float, rounds: int) -> int:
+    """Rounds of so many microseconds that make a measurement."""
+    return max(rounds, min(MOST_ROUNDS, round(LONG_US / max(us, 1.0))))
 
 
 # --- the op library -----------------------------------------------------------------------------------
@@ -101,13 +107,14 @@ def measure_own(name: str, streams: int, rounds: int) -> dict[str, float]:
         for system, how in HOW.items():
             for memory, lhs, rhs in kept:
                 driver.memset_d8(memory[2], 0xFF, 4 * lhs.shape[0] * rhs.shape[1])
-            times = []
-            for _ in range(3):
+            times, count = [], rounds
+            for _ in range(4):
                 us = ctypes.c_double()
-                if lib.tfs_run_products(products, streams, 1, how, rounds, ctypes.byref(us)):
+                if lib.tfs_run_products(products, streams, 1, how, count, ctypes.byref(us)):
                     raise RuntimeError(lib.tfs_scheduler_last_error().decode())
                 times.append(us.value)
-            found[system] = statistics.median(times)
+                count = enough(times[0], rounds)
+            found[system] = statistics.median(times[1:])
             for memory, lhs, rhs in (kept[0], kept[-1], kept[streams // 2]):
                 out = np.empty((lhs.shape[0], rhs.shape[1]), np.float32)
                 driver.memcpy_dtoh(out, memory[2])
@@ -149,15 +156,16 @@ def measure_torch(name: str, streams: int, rounds: int) -> dict[str, float]:
     found = {}
     for system, run in systems.items():
         run()
-        times = []
-        for _ in range(3):
+        times, count = [], rounds
+        for _ in range(4):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            for _ in range(rounds):
+            for _ in range(count):
                 run()
             torch.cuda.synchronize()
-            times.append((time.perf_counter() - begin) / rounds * 1e6)
-        found[system] = statistics.median(times)
+            times.append((time.perf_counter() - begin) / count * 1e6)
+            count = enough(times[0], rounds)
+        found[system] = statistics.median(times[1:])
     return found
 
 
@@ -191,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)), help="numbers of streams")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=8, help="of a measurement at least")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--torch", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
