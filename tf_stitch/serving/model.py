@@ -25,7 +25,9 @@ TAGS = {"serve"}
 INTEGERS, NUMBERS = "iu", "biuf"  # kinds of NumPy's types
 ALIGNMENT = 64    # bytes: TensorFlow takes arrays that begin at a multiple of it as they are
 LARGE = 1 << 14   # bytes of an array whose copy is worth a thought
-ON_CALLER = -1  # RunOptions.inter_op_thread_pool: the graph runs on the thread that asks
+# RunOptions.inter_op_thread_pool: the graph runs on the thread that asks; behind what the scheduler held of it, on the
+# thread that brings the answer.
+ON_CALLER = -1
 _versions = itertools.count(1)  # a session's (name, version) must be its own in the process
 _environment_lock = threading.Lock()
 
@@ -74,12 +76,12 @@ def _converts(kind: np.dtype, to: np.dtype) -> bool:
 class Endpoint:
     """A signature of a served model: what it takes, what it gives, and a prebuilt way in."""
 
-    def __init__(self, name: str, session: Any, definition: Any, inline: bool) -> None:
+    def __init__(self, name: str, session: Any, definition: Any) -> None:
         self.name = name
         self.inputs = tuple(_input(key, info) for key, info in sorted(definition.inputs.items()))
         self.outputs = tuple(sorted(definition.outputs))
         self._fetches = [definition.outputs[key].name for key in self.outputs]
-        self._session, self._inline = session, inline
+        self._session = session
         self._lock = threading.Lock()
         self._callable: Callable[..., list[Any]] | None = None
 
@@ -134,7 +136,7 @@ class Endpoint:
             pywrap_tf_session.TF_DeleteBuffer(options)
 
     def _run_options(self, timeout_ms: int = 0) -> Any:
-        return config_pb2.RunOptions(timeout_in_ms=timeout_ms, inter_op_thread_pool=ON_CALLER if self._inline else 0)
+        return config_pb2.RunOptions(timeout_in_ms=timeout_ms, inter_op_thread_pool=ON_CALLER)
 
     def _names(self) -> str:
         return ", ".join(f"'{i.name}'" for i in self.inputs) or "no inputs"
@@ -175,10 +177,10 @@ class ServedModel:
     """
 
     def __init__(self, folder: Path, tenant: str, *, device: str = "", signature: str | None = None,
-                 config: Any = None, inline: bool = True) -> None:
+                 config: Any = None) -> None:
         """Loads the MetaGraph "serve".  Raises SavedModelError, OptionError when it has no such signature.
 
-        ``tenant`` is the name that the scheduler knows its requests by; ``inline``: graphs run on the caller's thread.
+        ``tenant`` is the name that the scheduler knows its requests by.
         """
         read(folder)
         self.folder, self.device, self.version = folder, device, next(_versions)
@@ -189,7 +191,7 @@ class ServedModel:
             definitions = {name: d for name, d in self._load(folder, device).items()
                            if name != INIT_SIGNATURE and d.outputs}
             self._composite = {name: of for name, d in definitions.items() if (of := _composite(d)) is not None}
-            self.endpoints = {name: Endpoint(name, self.session, d, inline) for name, d in definitions.items()
+            self.endpoints = {name: Endpoint(name, self.session, d) for name, d in definitions.items()
                               if name not in self._composite}
             self.default = self._default(signature)
             self.endpoint().prepare()

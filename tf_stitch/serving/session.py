@@ -373,8 +373,7 @@ class StitchSession:
             if source.stitch and not is_stitched(folder):
                 parent = own if callable(model) else None
                 folder = stitched_copy(folder, self._options, self._target, source.verify, parent)
-            return ServedModel(folder, key, device=device, signature=source.signature, config=self._config,
-                               inline=not self.coalesce)
+            return ServedModel(folder, key, device=device, signature=source.signature, config=self._config)
         finally:
             shutil.rmtree(own, ignore_errors=True)
 
