@@ -26,7 +26,7 @@ from tf_stitch.serving.policies import Devices, Model, open_session
 
 FLOOD = 2           # requests that a best-effort tenant always has under way
 FILL_S = 0.2        # until best effort has filled the device
-ROUNDS = 16
+ROUNDS = 12
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 PARTS = ("alone", "mixed")
