@@ -29,6 +29,7 @@ enum DescriptorType {
   kExecutionPlan = 5,
   kKnobChoice = 7,
   kConvolutionForward = 10,
+  kConvolutionFilterGradient = 11,
   kPointwiseOperation = 13,
   kOperationGraph = 15,
   kVariantPack = 16,
@@ -79,6 +80,12 @@ enum Attribute {
   kForwardW = 703,
   kForwardX = 704,
   kForwardY = 705,
+  kGradientAlpha = 712,
+  kGradientBeta = 713,
+  kGradientConv = 714,
+  kGradientDw = 715,
+  kGradientX = 716,
+  kGradientDy = 717,
   kPointwiseDescriptor = 750,
   kPointwiseX = 751,
   kPointwiseB = 752,
@@ -298,7 +305,7 @@ class OperationGraph {
     Owned w = Tensor(kIdW, s.channels_out, s.channels_in / s.groups, s.window.data());
     bool last = !s.residual && !s.bias && !s.relu;
     Owned y = Image(last ? kIdY : kIdConv);
-    operations_.push_back(Forward(x, w, y));
+    operations_.push_back(s.filter_gradient ? FilterGradient(x, w, y) : Forward(x, w, y));
     if (s.residual) y = Then(kAdd, std::move(y), Image(kIdResidual), s.bias || s.relu ? kIdSum : kIdY);
     if (s.bias) {
       constexpr int64_t kOnes[kMaxSpatial] = {1, 1, 1};
@@ -348,18 +355,30 @@ class OperationGraph {
 
   Owned Image(int64_t id) const { return Tensor(id, s_.batch, s_.channels_out, s_.out.data()); }
 
-  Owned Forward(const Owned& x, const Owned& w, const Owned& y) {
+  Owned Geometry() const {
     Owned conv(api_, kConvolution);
     int64_t spatial = s_.spatial;
     conv.Set(kConvComputeType, kTypeDataType, kFloat).Set(kConvMode, kTypeConvolutionMode, kCrossCorrelation);
     conv.Set(kConvSpatialDims, kTypeInt64, &spatial).Set(kConvStrides, kTypeInt64, s_.strides.data(), spatial);
     conv.Set(kConvDilations, kTypeInt64, s_.dilations.data(), spatial);
     conv.Set(kConvPrePaddings, kTypeInt64, s_.low.data(), spatial);
-    conv.Set(kConvPostPaddings, kTypeInt64, s_.high.data(), spatial).Finish();
+    conv.Set(kConvPostPaddings, kTypeInt64, s_.high.data(), spatial);
+    return std::move(conv.Finish());
+  }
+
+  Owned Forward(const Owned& x, const Owned& w, const Owned& y) const {
     const float one = 1, zero = 0;
     Owned out(api_, kConvolutionForward);
-    out.Link(kForwardConv, conv).Link(kForwardX, x).Link(kForwardW, w).Link(kForwardY, y);
+    out.Link(kForwardConv, Geometry()).Link(kForwardX, x).Link(kForwardW, w).Link(kForwardY, y);
     out.Set(kForwardAlpha, kTypeFloat, &one).Set(kForwardBeta, kTypeFloat, &zero);
+    return std::move(out.Finish());
+  }
+
+  Owned FilterGradient(const Owned& x, const Owned& dw, const Owned& dy) const {
+    const float one = 1, zero = 0;
+    Owned out(api_, kConvolutionFilterGradient);
+    out.Link(kGradientConv, Geometry()).Link(kGradientX, x).Link(kGradientDw, dw).Link(kGradientDy, dy);
+    out.Set(kGradientAlpha, kTypeFloat, &one).Set(kGradientBeta, kTypeFloat, &zero);
     return std::move(out.Finish());
   }
 
@@ -486,6 +505,7 @@ struct Convolution::Impl {
                  void* workspace, Stream stream) const {
     const Api& api = *session->api;
     std::vector<int64_t> ids{kIdX, kIdW, kIdY};
+    if (shape.filter_gradient) std::swap(ids[1], ids[2]);  // y's place is read, w's is written
     std::vector<const void*> pointers{x, w, y};
     if (shape.bias) {
       ids.push_back(kIdBias);
@@ -506,9 +526,15 @@ struct Convolution::Impl {
     return status ? status : api.Execute(handle, p.plan.get(), pack.get());
   }
 
+  Status Enqueue(const Proposal& p, const Operands& at, Stream stream) const {
+    const bool gradient = shape.filter_gradient;
+    return Enqueue(p, at.x, gradient ? at.y : at.w, at.bias, at.residual, gradient ? at.w : at.y, at.workspace, stream);
+  }
+
   std::string Key(const Driver& driver) const {
     const ConvShape& s = shape;
-    std::string key = "cudnn " + std::to_string(session->api->GetVersion()) + ", " + DeviceKey(driver) + ", conv";
+    std::string key = "cudnn " + std::to_string(session->api->GetVersion()) + ", " + DeviceKey(driver) +
+                      (s.filter_gradient ? ", filter gradient" : ", conv");
     auto add = [&](int64_t v) { key += " " + std::to_string(v); };
     for (int64_t v : {int64_t{s.dtype}, int64_t{s.spatial}, SizeClass(s.batch), s.channels_in, s.channels_out, s.groups,
                       int64_t{s.bias}, int64_t{s.residual}, int64_t{s.relu}, int64_t{s.tf32}}) {
@@ -554,7 +580,7 @@ struct Convolution::Impl {
   // The fastest of some proposals, or -1 when none could be measured.
   int FastestOf(const Driver& driver, const Operands& at, const std::vector<Proposal>& proposals) const {
     return Fastest(driver, static_cast<int>(proposals.size()), [&](int i, int, Stream stream) -> std::string {
-      Status status = Enqueue(proposals[i], at.x, at.w, at.bias, at.residual, at.y, at.workspace, stream);
+      Status status = Enqueue(proposals[i], at, stream);
       return status ? Failed(*session->api, status, "measuring a convolution") : "";
     });
   }
@@ -567,7 +593,7 @@ struct Convolution::Impl {
     char value[4] = {};  // of NaN a ReLU makes NaN or 0
     OwnStream stream(driver);
     return stream.get() && !driver.MemsetD8Async(at.x, 0xFF, at.y - at.x, stream.get()) &&
-           !Enqueue(p, at.x, at.w, at.bias, at.residual, at.y, at.workspace, stream.get()) &&
+           !Enqueue(p, at, stream.get()) &&
            !driver.MemcpyDtoHAsync(value, at.y + middle * shape.channels_out * element, element, stream.get()) &&
            !driver.StreamSynchronize(stream.get()) &&
            std::any_of(value, value + element, [](char c) { return c != 0; });
@@ -581,9 +607,9 @@ size_t Convolution::workspace_bytes() const { return static_cast<size_t>(impl_->
 std::shared_ptr<const Convolution> Convolution::Get(const ConvShape& s, std::string* error) {
   Device device = 0;
   LoadDriver(nullptr)->CtxGetDevice(&device);
-  auto key =
-      std::make_tuple(device, s.dtype, s.spatial, s.batch, s.channels_in, s.channels_out, s.groups, s.in, s.window,
-                      s.strides, s.low, s.high, s.dilations, s.bias, s.residual, s.relu, s.tf32, TuningAllowed());
+  auto key = std::make_tuple(device, s.dtype, s.spatial, s.batch, s.channels_in, s.channels_out, s.groups, s.in,
+                             s.window, s.strides, s.low, s.high, s.dilations, s.bias, s.residual, s.relu, s.tf32,
+                             s.filter_gradient, TuningAllowed());
   static auto& mu = *new std::mutex;
   static auto& convolutions = *new LruCache<decltype(key), std::shared_ptr<const Convolution>>(kConvolutionsKept);
   std::lock_guard<std::mutex> lock(mu);

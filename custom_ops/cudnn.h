@@ -18,14 +18,16 @@ constexpr int kMaxSpatial = 3;
 
 // y = relu(conv(x, w) + residual + bias), the last three optional; the sums are taken in float.  Channels last, dense:
 // x [batch, in..., channels_in], w [channels_out, window..., channels_in / groups], bias [channels_out], residual and y
-// [batch, out..., channels_out].  Entries past `spatial` are not read.
+// [batch, out..., channels_out].  Entries past `spatial` are not read.  With `filter_gradient` it is the gradient by w
+// of such a convolution instead: dw = sum over batch and places of x and g, where g lies as y does and dw as w does.
 struct ConvShape {
   int dtype;    // TensorFlow's DataType number: half, bfloat16 or float
   int spatial;  // 2 or 3
   int64_t batch, channels_in, channels_out, groups;
   std::array<int64_t, kMaxSpatial> in, out, window, strides, low, high, dilations;  // low, high: zeros around x
-  bool bias, residual, relu;
-  bool tf32;  // float may use TF32 tensor cores
+  bool bias, residual, relu;                                                        // all false with filter_gradient
+  bool tf32;                                                                        // float may use TF32 tensor cores
+  bool filter_gradient;
 };
 
 // A convolution with its plan; any thread may run it.
@@ -37,7 +39,8 @@ class Convolution {
   ~Convolution();
 
   size_t workspace_bytes() const;
-  // Enqueues the convolution.  `bias` and `residual` may be null when the shape has none.  "" or the error.
+  // Enqueues the convolution.  `bias` and `residual` may be null when the shape has none.  For the gradient by w, `w`
+  // is g and `y` is dw.  "" or the error.
   std::string Run(const void* x, const void* w, const void* bias, const void* residual, void* y, void* workspace,
                   Stream stream) const;
 

@@ -25,7 +25,8 @@ class MatmulWork : public LibraryWork {
   const std::shared_ptr<const cuda::Matmul> product_;
 };
 
-// Sums over nothing, which the libraries do not take: zeros, or the product of zeros for its bias.
+// Sums over nothing, which the libraries do not take: zeros, or the product of zeros for its bias.  The result is the
+// third buffer, or with a bias the fourth.
 class EmptySum : public LibraryWork {
  public:
   // `product` is null without a bias; else it multiplies a column by a row, both of up to `zero_bytes`.
@@ -92,9 +93,11 @@ class ConvWork : public LibraryWork {
   const std::shared_ptr<const cuda::Convolution> conv_;
 };
 
-std::unique_ptr<LibraryWork> MakeConv(const ConvFlags& f, int dtype, const std::vector<int64_t>& d, bool tf32,
-                                      std::string* error) {
+std::unique_ptr<LibraryWork> MakeConv(const Step& step, int dtype, const std::vector<int64_t>& d,
+                                      const cuda::Driver& driver, bool tf32, std::string* error) {
+  const ConvFlags& f = step.conv;
   cuda::ConvShape shape{};
+  shape.filter_gradient = step.call == LibraryCall::kConvFilter;
   shape.dtype = dtype;
   shape.spatial = static_cast<int>(f.spatial());
   shape.batch = d[0];
@@ -114,6 +117,16 @@ std::unique_ptr<LibraryWork> MakeConv(const ConvFlags& f, int dtype, const std::
   shape.residual = f.residual;
   shape.relu = f.relu;
   shape.tf32 = tf32;
+  if (shape.filter_gradient) {
+    auto volume = [&](int64_t size, const std::array<int64_t, cuda::kMaxSpatial>& dims) {
+      for (int i = 0; i < shape.spatial; ++i) size *= dims[i];
+      return size;
+    };
+    if (volume(shape.batch, shape.out) == 0 || volume(1, shape.in) == 0) {
+      int64_t size = volume(shape.channels_out * (shape.channels_in / shape.groups), shape.window);
+      return std::make_unique<EmptySum>(driver, static_cast<size_t>(size * DTypeSize(dtype)), nullptr, 0);
+    }
+  }
   std::shared_ptr<const cuda::Convolution> conv = cuda::Convolution::Get(shape, error);
   return conv ? std::make_unique<ConvWork>(f, std::move(conv)) : nullptr;
 }
@@ -123,7 +136,7 @@ std::unique_ptr<LibraryWork> MakeConv(const ConvFlags& f, int dtype, const std::
 std::unique_ptr<LibraryWork> MakeLibraryWork(const Step& step, int dtype, const std::vector<int64_t>& dims,
                                              const cuda::Driver& driver, bool tf32, std::string* error) {
   return step.call == LibraryCall::kMatmul ? MakeMatmul(step.matmul, dtype, dims, driver, tf32, error)
-                                           : MakeConv(step.conv, dtype, dims, tf32, error);
+                                           : MakeConv(step, dtype, dims, driver, tf32, error);
 }
 
 }  // namespace tf_stitch

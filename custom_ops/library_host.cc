@@ -85,6 +85,18 @@ void Rows(const MatmulFlags& f, const std::vector<int64_t>& dims, void* const* b
   }
 }
 
+// The pixel of all images that a place of the result sees under a tap of its window; -1 outside.
+int64_t PixelUnder(const ConvFlags& f, size_t spatial, const int64_t* in, const int64_t* out, const int64_t* window,
+                   int64_t place, int64_t tap) {
+  int64_t pixel = 0, scale = 1;
+  for (size_t i = spatial; i-- > 0; place /= out[i], tap /= window[i], scale *= in[i]) {
+    const int64_t at = place % out[i] * f.strides[i] - f.low[i] + tap % window[i] * f.dilations[i];
+    if (at < 0 || at >= in[i]) return -1;
+    pixel += at * scale;
+  }
+  return pixel + place * scale;  // what is left of the place is the image
+}
+
 // All channels of the places [begin, end) of a convolution's result.
 template <class T>
 void Places(const ConvFlags& f, const std::vector<int64_t>& dims, void* const* buffers, int64_t begin, int64_t end) {
@@ -102,13 +114,8 @@ void Places(const ConvFlags& f, const std::vector<int64_t>& dims, void* const* b
   for (int64_t place = begin; place < end; ++place) {
     std::fill(sums.begin(), sums.end(), Wide{0});
     for (int64_t tap = 0; tap < taps; ++tap) {
-      int64_t pixel = 0, scale = 1, p = place, t = tap;  // of x under the window's tap; -1 outside
-      for (size_t i = spatial; i-- > 0 && pixel >= 0; p /= out[i], t /= window[i], scale *= in[i]) {
-        int64_t at = p % out[i] * f.strides[i] - f.low[i] + t % window[i] * f.dilations[i];
-        pixel = at < 0 || at >= in[i] ? -1 : pixel + at * scale;
-      }
+      const int64_t pixel = PixelUnder(f, spatial, in, out, window, place, tap);
       if (pixel < 0) continue;
-      pixel += p * scale;  // p is the image by now
       for (int64_t o = 0; o < out_channels; ++o) {
         const T* from = x + pixel * all_channels + o / (out_channels / f.groups) * channels;
         const T* filter = w + (o * taps + tap) * channels;
@@ -124,9 +131,41 @@ void Places(const ConvFlags& f, const std::vector<int64_t>& dims, void* const* b
   }
 }
 
+// Rows [begin, end) of a convolution's gradient by its filter, each of the channels that lead to one tap of one
+// channel.
+template <class T>
+void FilterRows(const ConvFlags& f, const std::vector<int64_t>& dims, void* const* buffers, int64_t begin,
+                int64_t end) {
+  using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  const size_t spatial = f.spatial();
+  const int64_t channels = dims[1] / f.groups, all_channels = dims[1], out_channels = dims[2];
+  const int64_t *in = dims.data() + 3, *out = in + spatial, *window = out + spatial;
+  const T *x = static_cast<const T*>(buffers[0]), *g = static_cast<const T*>(buffers[1]);
+  T* dw = static_cast<T*>(buffers[2]);
+  int64_t taps = 1, places = dims[0];
+  for (size_t i = 0; i < spatial; ++i) {
+    taps *= window[i];
+    places *= out[i];
+  }
+  std::vector<Wide> sums(static_cast<size_t>(channels));
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t o = row / taps, group = o / (out_channels / f.groups);
+    std::fill(sums.begin(), sums.end(), Wide{0});
+    for (int64_t place = 0; place < places; ++place) {
+      int64_t pixel = PixelUnder(f, spatial, in, out, window, place, row % taps);
+      if (pixel < 0) continue;
+      const T* from = x + pixel * all_channels + group * channels;
+      Wide factor = Widen(g[place * out_channels + o]);
+      for (int64_t c = 0; c < channels; ++c) sums[c] += factor * Widen(from[c]);
+    }
+    for (int64_t c = 0; c < channels; ++c) Narrow(sums[c], &dw[row * channels + c]);
+  }
+}
+
 template <class T>
 void Blocks(const Step& step, const StepPlan& plan, void* const* buffers, int64_t begin, int64_t end) {
   if (step.call == LibraryCall::kMatmul) return Rows<T>(step.matmul, plan.dims, buffers, begin, end);
+  if (step.call == LibraryCall::kConvFilter) return FilterRows<T>(step.conv, plan.dims, buffers, begin, end);
   Places<T>(step.conv, plan.dims, buffers, begin, end);
 }
 

@@ -10,8 +10,8 @@
 namespace tf_stitch {
 
 // Computes blocks [begin, end) of a library step's `plan.blocks`: rows of a matrix product (those of all matrices of
-// the batch), places of a convolution's result.  `buffers` are the step's, of element type `dtype`.  Half types
-// accumulate in float32 and round once.
+// the batch), places of a convolution's result, rows of its gradient by the filter.  `buffers` are the step's, of
+// element type `dtype`.  Half types accumulate in float32 and round once.
 void RunLibraryBlocks(const Step& step, int dtype, const StepPlan& plan, void* const* buffers, int64_t begin,
                       int64_t end);
 

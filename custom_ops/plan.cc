@@ -203,7 +203,8 @@ class Planner {
     return true;
   }
 
-  // The same for a convolution.  Blocks are the places of the result in all images.
+  // The same for a convolution.  Blocks are the places of the result in all images; of a gradient by the filter, the
+  // filter's elements but for the channels that are summed over.
   bool Convolution(const Step& s, StepPlan* out) {
     const ConvFlags& f = s.conv;
     const size_t spatial = f.spatial();
@@ -222,13 +223,20 @@ class Planner {
       y.push_back(places[i]);
     }
     if (d[1] % f.groups || d[2] % f.groups) return No("a convolution's groups do not divide its channels");
-    std::vector<uint32_t> like_y{s.buffers.back()};
+    const bool gradient = s.call == LibraryCall::kConvFilter;
+    std::vector<uint32_t> like_y{gradient ? s.buffers[1] : s.buffers.back()};
     if (f.residual) like_y.push_back(s.buffers[f.bias ? 3 : 2]);
-    bool fits = Holds(s.buffers[0], x) && Holds(s.buffers[1], w) && (!f.bias || Holds(s.buffers[2], {d[2]}));
+    bool fits = Holds(s.buffers[0], x) && Holds(gradient ? s.buffers[2] : s.buffers[1], w) &&
+                (!f.bias || Holds(s.buffers[2], {d[2]}));
     for (uint32_t id : like_y) fits = fits && Holds(id, y);
     if (!fits) return No("an operand of a convolution is too small");
-    out->blocks = d[2] ? Product(y) / d[2] : 0;
-    out->cost = out->blocks ? std::max<int64_t>(Product(w), 1) : 1;
+    if (gradient) {
+      out->blocks = w[1] ? Product(w) / w[1] : 0;
+      out->cost = out->blocks ? std::max<int64_t>(w[1] * (Product(y) / d[2]), 1) : 1;
+    } else {
+      out->blocks = d[2] ? Product(y) / d[2] : 0;
+      out->cost = out->blocks ? std::max<int64_t>(Product(w), 1) : 1;
+    }
     return true;
   }
 

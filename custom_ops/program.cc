@@ -220,7 +220,7 @@ class Parser {
 
   void Library(Reader& r, Step& s) {
     std::string call = Name(r);
-    constexpr LibraryCall kCalls[] = {LibraryCall::kMatmul, LibraryCall::kConv};
+    constexpr LibraryCall kCalls[] = {LibraryCall::kMatmul, LibraryCall::kConv, LibraryCall::kConvFilter};
     auto known = std::find_if(std::begin(kCalls), std::end(kCalls), [&](LibraryCall c) { return call == NameOf(c); });
     if (known == std::end(kCalls)) return r.Fail("the library call '" + call + "' is not known");
     s.call = *known;
@@ -259,6 +259,9 @@ class Parser {
     if (!f.groups || !std::all_of(f.strides.begin(), f.strides.end(), positive) ||
         !std::all_of(f.dilations.begin(), f.dilations.end(), positive)) {
       r.Fail("a convolution has a stride, a dilation or groups of 0");
+    }
+    if (s.call == LibraryCall::kConvFilter && (f.bias || f.residual || f.relu)) {
+      r.Fail("a convolution's gradient by its filter has a bias, a sum or a ReLU");
     }
     return 3 + f.bias + f.residual;
   }
@@ -531,7 +534,10 @@ uint32_t Crc32(std::string_view data) {
 
 bool IsLibraryDType(int dtype) { return dtype == 1 || dtype == 2 || dtype == 14 || dtype == 19; }
 
-const char* NameOf(LibraryCall call) { return call == LibraryCall::kMatmul ? "matmul" : "conv"; }
+const char* NameOf(LibraryCall call) {
+  constexpr const char* kNames[] = {"matmul", "conv", "conv_filter"};
+  return kNames[static_cast<size_t>(call)];
+}
 
 std::string LabelOf(const Step& step) {
   return (step.kind == Step::Kind::kLibrary ? NameOf(step.call) : step.kernel) + " " + step.origin;

@@ -68,7 +68,10 @@ struct Buffer {
 //   kConv: out = conv(x, w) (+ residual) (+ bias along channels) (then ReLU), channels last and dense: x [batch, in...,
 //     channels], w [out channels, window..., channels / groups]; buffers: x, w, [bias,] [residual,] out; dims: batch,
 //     channels, out channels, in..., out..., window....
-enum class LibraryCall : uint8_t { kMatmul = 0, kConv = 1 };
+//   kConvFilter: dw, the gradient by w of such a convolution: the sum over batch and places of x and of g, what comes
+//     back for its result; buffers: x, g, dw, which lie as x, out and w do; dims and flags as kConv's, without bias,
+//     residual and ReLU.
+enum class LibraryCall : uint8_t { kMatmul = 0, kConv = 1, kConvFilter = 2 };
 
 struct MatmulFlags {
   bool trans_lhs, trans_rhs;          // the operand is stored transposed

@@ -268,6 +268,26 @@ def _conv_forms() -> list[_Use]:
             use("three dims", (None, 5, 4, 6, 2), (2, 2, 3, 2, 4), (1, 2, 1), ((0, 1), (0, 0), (1, 1)))]
 
 
+def _conv_filter_forms() -> list[_Use]:
+    def use(name: str, x: tuple, g: tuple, size: tuple, strides: tuple, padding: tuple, dilations: tuple | None = None,
+            groups: int = 1) -> _Use:
+        dilations = dilations or (1,) * len(size)
+        return _use(name, lambda b, p, q: b.conv_filter(p, q, size, strides, padding, dilations, groups), x, g,
+                    draws=(plain(-1, 1), plain(-1, 1)), tolerance=PRODUCT, kinds=("float",))
+
+    two = ((1, 1), (1, 1))
+    return [use("one dim", (40, 19, 4), (40, 19, 6), (3,), (1,), ((1, 1),)),
+            use("two dims", (3, 9, 7, 3), (3, 9, 7, 8), (3, 3), (1, 1), two),
+            use("strides", (3, 9, 8, 4), (3, 4, 8, 6), (3, 2), (2, 1), ((1, 0), (0, 1))),
+            use("dilations", (3, 11, 9, 4), (3, 11, 10, 6), (3, 3), (1, 1), ((2, 2), (1, 2)), (2, 1)),
+            use("groups", (3, 6, 6, 8), (3, 6, 6, 6), (3, 3), (1, 1), two, None, 2),
+            use("depthwise", (3, 7, 7, 6), (3, 7, 7, 6), (3, 3), (1, 1), two, None, 6),
+            use("single element", (3, 5, 5, 16), (3, 5, 5, 24), (1, 1), (1, 1), ((0, 0), (0, 0))),
+            use("no images", (0, 5, 5, 3), (0, 5, 5, 4), (3, 3), (1, 1), two),
+            use("no places", (3, 2, 5, 3), (3, 0, 3, 4), (3, 3), (1, 1), ((0, 0), (0, 0))),
+            use("three dims", (3, 5, 4, 6, 2), (3, 5, 2, 6, 4), (2, 2, 3), (1, 2, 1), ((0, 1), (0, 0), (1, 1)))]
+
+
 def _window_forms() -> list[_Use]:
     def use(kind: str, shape: tuple, size: tuple, strides: tuple, padding: tuple) -> _Use:
         return _use(f"{kind} {len(size)}d {size}", lambda b, x: b.window(kind, x, size, strides, padding), shape,
@@ -332,7 +352,7 @@ _STRUCTURAL: dict[str, list[_Use]] = {
                    for kind in ("max", "min") for axis, s in ((1, 1), (0, -1))],
     "scan": _scan_forms(),
     "dot": _dot_forms(),
-    "conv": _conv_forms(),
+    "conv": _conv_forms(), "conv_filter": _conv_filter_forms(),
     "window": _window_forms(),
 }
 

@@ -354,16 +354,12 @@ def _call_matmul(dims: Sequence[int], flags: Sequence[int], operands: Sequence[n
 
 
 def _call_conv(dims: Sequence[int], flags: Sequence[int], operands: Sequence[np.ndarray]) -> np.ndarray:
-    batch, channels, results, *sizes = dims
-    spatial = len(sizes) // 3
-    image, places, window = (tuple(sizes[i * spatial:(i + 1) * spatial]) for i in range(3))
-    has_bias, has_residual, relu, groups, *numbers = flags
-    strides, low, high, dilations = (tuple(numbers[i * spatial:(i + 1) * spatial]) for i in range(4))
+    batch, channels, results, *_ = dims
+    has_bias, has_residual, relu, groups, *_ = flags
+    (image, places, window), attrs = _conv_sizes(dims), _conv_attrs(dims, flags)
     x, w, *rest = operands
     x = x.reshape(batch, *image, channels)
     w = np.moveaxis(w.reshape(results, *window, channels // groups), 0, -1)
-    attrs = {"strides": strides, "padding": tuple(zip(low, high, strict=True)), "dilations": dilations,
-             "groups": groups}
     y = OPS["conv"].evaluate([x, w], attrs, (batch, *places, results), str(x.dtype))
     if has_residual:
         y = y + rest[has_bias].reshape(y.shape)
@@ -371,7 +367,28 @@ def _call_conv(dims: Sequence[int], flags: Sequence[int], operands: Sequence[np.
     return np.where(y < 0, 0, y) if relu else y
 
 
-_CALLS = {"matmul": _call_matmul, "conv": _call_conv}
+def _call_conv_filter(dims: Sequence[int], flags: Sequence[int], operands: Sequence[np.ndarray]) -> np.ndarray:
+    batch, channels, results, *_ = dims
+    (image, places, window), attrs = _conv_sizes(dims), _conv_attrs(dims, flags)
+    x, g = operands[0].reshape(batch, *image, channels), operands[1].reshape(batch, *places, results)
+    return OPS["conv_filter"].evaluate([x, g], attrs | {"size": window},
+                                       (results, *window, channels // flags[3]), str(x.dtype))
+
+
+def _conv_sizes(dims: Sequence[int]) -> list[tuple[int, ...]]:
+    """Image, places and window."""
+    spatial = (len(dims) - 3) // 3
+    return [tuple(dims[3 + i * spatial:3 + (i + 1) * spatial]) for i in range(3)]
+
+
+def _conv_attrs(dims: Sequence[int], flags: Sequence[int]) -> dict[str, object]:
+    spatial = (len(dims) - 3) // 3
+    strides, low, high, dilations = (tuple(flags[4 + i * spatial:4 + (i + 1) * spatial]) for i in range(4))
+    return {"strides": strides, "padding": tuple(zip(low, high, strict=True)), "dilations": dilations,
+            "groups": flags[3]}
+
+
+_CALLS = {"matmul": _call_matmul, "conv": _call_conv, "conv_filter": _call_conv_filter}
 
 
 def _launch(library: ctypes.CDLL | None, step: KernelStep, memory: list[np.ndarray | _Memory], env: dict[str, int],

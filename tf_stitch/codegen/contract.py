@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def fold_of(node: Node) -> Fold:
     """The fold that computes a node."""
-    kind = {"dot": "sum", "conv": "sum"}.get(node.op) or node.attrs["kind"]
+    kind = {"dot": "sum", "conv": "sum", "conv_filter": "sum"}.get(node.op) or node.attrs["kind"]
     return Fold("sum" if kind == "mean" else kind, node.dtype)
 
 
@@ -27,7 +27,7 @@ def value(e: StageEmitter, node: Node, index: Index) -> str | Product:
     """The value that ``node``'s fold takes at an index of its domain."""
     if node.op == "reduce":
         return evaluate(e, node.inputs[0], index)
-    return {"dot": _dot, "conv": _conv, "window": _window}[node.op](e, node, index)
+    return {"dot": _dot, "conv": _conv, "conv_filter": _conv_filter, "window": _window}[node.op](e, node, index)
 
 
 def finish(e: StageEmitter, node: Node, where: Index, folded: str) -> str:
@@ -113,6 +113,25 @@ def _conv(e: StageEmitter, node: Node, index: Index) -> str:
         value = make(_nearest(e, x, place))
         return f"ts_pick<{compute_type(node.dtype)}>({' && '.join(conditions)}, {value}, 0)"
     return _guarded(e, node.dtype, "0", conditions, lambda: make(_positions(e, x, place) if conditions else place))
+
+
+def _conv_filter(e: StageEmitter, node: Node, index: Index) -> str:
+    x, g = node.inputs
+    spatial = x.rank - 2
+    attrs = node.attrs
+    out, tap, channel = index[0], index[1:1 + spatial], index[node.rank - 1]
+    image, place = index[node.rank], index[node.rank + 1:]
+    starts = [place[d] * attrs["strides"][d] - attrs["padding"][d][0] + tap[d] * attrs["dilations"][d]
+              for d in range(spatial)]
+    conditions, pixel = _inside(e, index, x, starts)
+    first = D.floordiv(out, g.shape[-1] // attrs["groups"]) * node.shape[-1] if attrs["groups"] > 1 else 0
+
+    def make() -> str:
+        at = _positions(e, x, pixel) if conditions else pixel
+        a = evaluate(e, x, (image, *at, first + channel))
+        return _product(e, node.dtype, a, evaluate(e, g, (image, *place, out)))
+
+    return _guarded(e, node.dtype, "0", conditions, make)
 
 
 def _may_read_ahead(e: StageEmitter, x: Node, filt: Node) -> bool:

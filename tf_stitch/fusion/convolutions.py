@@ -9,6 +9,8 @@
   which takes the scales that follow (batch normalisation) along.  A bias is part of the call, and with it a sum with
   a tensor and ReLU; without a bias these stay kernels, as cuDNN has no compiled engine for them.
 - Depthwise convolutions stay kernels: they do little work for the bytes that they touch.
+- Gradients by a filter are the library's where the convolutions are; else they are products over patches as well, and
+  those of depthwise convolutions sums.
 """
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ from .call import DTYPES, TINY_WORK, LibraryCall, repeated_vector, through_views
 
 MIN_GROUP_CHANNELS = 8  # fewer channels in a group are no work for a library
 CALL_DTYPES = DTYPES - {"float64"}  # of the library's own convolutions
+WIDE = {"float16": "float32", "bfloat16": "float32"}
 SCALED_DTYPE = "float32"  # a scaled filter of a half type would be rounded once more
 
 
@@ -31,7 +34,7 @@ def prepare(graph: Graph, products: bool = False) -> Graph:
 
     Scaled filters may round differently in the last place.
     """
-    if not any(n.op == "conv" for n in graph.nodes()):
+    if not any(n.op in FORMS for n in graph.nodes()):
         return graph
     tails = _affine_tails(graph, products)
     new: dict[Node, Node] = {}
@@ -41,27 +44,27 @@ def prepare(graph: Graph, products: bool = False) -> Graph:
             new[node] = _scaled(tails[node], new)
         else:
             fresh = node.with_inputs(inputs)
-            new[node] = _form(fresh, products) if node.op == "conv" else fresh
+            new[node] = FORMS[node.op](fresh, products) if node.op in FORMS else fresh
         return new[node]
 
     return graph.rebuild(one)
 
 
 def work_of(conv: Node) -> Dim:
-    """Multiply-adds of a convolution."""
+    """Multiply-adds of a convolution or of its gradient by the filter."""
     return D.product([*conv.shape, *conv.inputs[1].shape[:-1]])
 
 
 # --- the forms -------------------------------------------------------------------------------------
 
 def _suits(conv: Node) -> bool:
-    """True for convolutions that are work for a library."""
+    """True for convolutions and their gradients by filters that are work for a library."""
     groups = conv.attrs["groups"]
     work = work_of(conv)
     small = isinstance(work, int) and work <= TINY_WORK
+    depth = conv.shape[-1] if conv.op == "conv_filter" else conv.inputs[1].shape[-2]
     known = conv.dtype in CALL_DTYPES or (conv.dtype in DTYPES and groups == 1)
-    return (known and conv.rank in (4, 5) and not small
-            and (groups == 1 or D.static(conv.inputs[1].shape[-2]) >= MIN_GROUP_CHANNELS))
+    return known and conv.rank in (4, 5) and not small and (groups == 1 or D.static(depth) >= MIN_GROUP_CHANNELS)
 
 
 def _is_pointwise(conv: Node) -> bool:
@@ -85,7 +88,8 @@ def _form(conv: Node, products: bool) -> Node:
     if _is_pointwise(conv):
         return _product(conv, _strided(conv))
     if _over_patches(conv, products):
-        return _product(conv, _patches(conv))
+        patches = _patches(conv, conv.inputs[1].shape[:-2], conv.shape[1:-1])
+        return _product(conv, _builder(conv).reshape(patches, (*conv.shape[:-1], D.product(conv.inputs[1].shape[:-1]))))
     x, w = conv.inputs
     return _with_filter(conv, x, w.inputs[0] if is_ready(conv) else _turned(w, conv.origin))
 
@@ -107,21 +111,54 @@ def _strided(conv: Node) -> Node:
                 x.dtype, conv.origin)
 
 
-def _patches(conv: Node) -> Node:
-    """[batch, *places, window x channels]: what each place of the window sees, zeros outside of the image."""
+def _filter_form(grad: Node, products: bool) -> Node:
+    """A convolution's gradient by its filter as a library computes it."""
+    if _is_light(grad):
+        return _sum_over_patches(grad)
+    if not _suits(grad) or (grad.dtype in CALL_DTYPES and not (products and grad.attrs["groups"] == 1)):
+        return grad
+    b = _builder(grad)
+    g, size = grad.inputs[1], grad.attrs["size"]
+    patches = _patches(grad, size, g.shape[1:-1])
+    patches = b.reshape(patches, (*g.shape[:-1], D.product(grad.shape[1:])))
+    places = tuple(range(g.rank - 1))
+    return b.reshape(b.dot(g, patches, contract=(places, places)), grad.shape)
+
+
+def _is_light(grad: Node) -> bool:
+    """True for groups that no library takes: many sums instead of products of matrices."""
+    few = D.static(grad.shape[-1]) < MIN_GROUP_CHANNELS or grad.dtype not in CALL_DTYPES
+    return grad.attrs["groups"] > 1 and few and grad.dtype in DTYPES
+
+
+def _sum_over_patches(grad: Node) -> Node:
+    """The sum over batch and places of patches times what comes back, taken in float32 at least."""
+    b = _builder(grad)
+    g = grad.inputs[1]
+    groups, size, depth = grad.attrs["groups"], grad.attrs["size"], grad.shape[-1]
+    wide = WIDE.get(grad.dtype, grad.dtype)
+    per_group, places = D.static(g.shape[-1]) // groups, g.shape[:-1]
+    ones, n = (1,) * len(size), len(places)
+    patches = b.reshape(_patches(grad, size, places[1:]), (*places, *size, groups, depth, 1))
+    factors = [b.cast(patches, wide), b.cast(b.reshape(g, (*places, *ones, groups, 1, per_group)), wide)]
+    whole = (*places, *size, groups, depth, per_group)
+    total = b.reduce("sum", b.ew("mul", *(b.broadcast_to(f, whole) for f in factors)), range(n))
+    m = len(size)  # [*size, groups, depth, per group] as [groups, per group, *size, depth]
+    return b.reshape(b.cast(b.transpose(total, (m, m + 2, *range(m), m + 1)), grad.dtype), grad.shape)
+
+
+def _patches(conv: Node, window: Sequence[Dim], places: Sequence[Dim]) -> Node:
+    """[batch, *places, *window, channels]: what each place of the window sees, zeros outside of the image."""
     b = _builder(conv)
     x, attrs = conv.inputs[0], conv.attrs
     spatial = conv.rank - 2
-    window = conv.inputs[1].shape[:-2]
     out = x
     for d in range(spatial):  # each step turns an axis into two: places, and the window's elements
-        shape = (conv.shape[1 + d], window[d])
+        shape = (places[d], window[d])
         at = b.ew("add", b.ew("mul", b.iota(shape, 0, "int32"), attrs["strides"][d]),
                   b.ew("mul", b.iota(shape, 1, "int32"), attrs["dilations"][d]))
         out = b.gather(out, b.ew("sub", at, attrs["padding"][d][0]), axis=1 + 2 * d, mode="zero")
-    places, taps = range(1, 1 + 2 * spatial, 2), range(2, 2 + 2 * spatial, 2)
-    out = b.transpose(out, (0, *places, *taps, out.rank - 1))
-    return b.reshape(out, (*conv.shape[:-1], D.product([*window, x.shape[-1]])))
+    return b.transpose(out, (0, *range(1, 1 + 2 * spatial, 2), *range(2, 2 + 2 * spatial, 2), out.rank - 1))
 
 
 def _turned(w: Node, origin: str) -> Node:
@@ -135,6 +172,9 @@ def _with_filter(conv: Node, x: Node, turned: Node) -> Node:
     back = (*range(1, turned.rank), 0)
     w = Node("transpose", [turned], {"perm": back}, [turned.shape[a] for a in back], turned.dtype, conv.origin)
     return Node("conv", [x, w], conv.attrs, conv.shape, conv.dtype, conv.origin)
+
+
+FORMS = {"conv": _form, "conv_filter": _filter_form}
 
 
 def _builder(conv: Node) -> Builder:
@@ -196,18 +236,23 @@ def _scaled(chain: Sequence[Node], new: Mapping[Node, Node]) -> Node:
 # --- as a group ------------------------------------------------------------------------------------
 
 def is_ready(conv: Node) -> bool:
-    """True for a convolution that a library can do: its filter lies as [out, *window, in]."""
+    """True for what a library can do: a convolution whose filter lies as [out, *window, in], and a gradient by it."""
+    if conv.op == "conv_filter":
+        return conv.dtype in CALL_DTYPES and _suits(conv)
     w = conv.inputs[1]
     return conv.dtype in CALL_DTYPES and w.op == "transpose" and w.attrs["perm"] == (*range(1, w.rank), 0)
 
 
 def carried(conv: Node) -> tuple[Node, ...]:
-    """What belongs to a convolution that is ready: the filter seen the other way round."""
-    return (conv.inputs[1],)
+    """What belongs to what is ready: a convolution's filter seen the other way round."""
+    return (conv.inputs[1],) if conv.op == "conv" else ()
 
 
 def match(conv: Node, out: Node, members: set[Node]) -> LibraryCall | None:
-    """The call that computes ``conv`` and what leads from it to ``out``: a bias, and with it a tensor and ReLU."""
+    """The call that computes ``conv`` and what leads from it to ``out``: a bias, and with it a tensor and ReLU.  A
+    gradient by a filter stands alone."""
+    if conv.op == "conv_filter":
+        return _gradient_call(conv) if members == {conv} else None
     n, relu = without_relu(out)
     bias: Node | None = None
     residual: Node | None = None
@@ -229,15 +274,28 @@ def match(conv: Node, out: Node, members: set[Node]) -> LibraryCall | None:
     args = [a for a in (x, w, bias, residual) if a is not None]
     if conv.inputs[1] not in members or any(a in members for a in args):
         return None
-    window = conv.inputs[1].shape[:-2]
-    dims = (conv.shape[0], conv.inputs[0].shape[-1], conv.shape[-1], *conv.inputs[0].shape[1:-1], *conv.shape[1:-1],
-            *window)
-    low, high = zip(*conv.attrs["padding"], strict=True)
-    flags = (int(bias is not None), int(residual is not None), int(relu), conv.attrs["groups"],
-             *conv.attrs["strides"], *low, *high, *conv.attrs["dilations"])
+    dims = _dims(conv.inputs[0], conv.shape, conv.inputs[1].shape[:-2])
+    flags = (int(bias is not None), int(residual is not None), int(relu), *_geometry(conv))
     groups = conv.attrs["groups"]
     product = (groups, D.product(conv.shape[:-1]), conv.shape[-1] // groups, D.product(conv.inputs[1].shape[:-1]))
     return LibraryCall("conv", (*args, out), dims, flags, product, out.origin or conv.origin)
+
+
+def _gradient_call(grad: Node) -> LibraryCall:
+    x, g = grad.inputs
+    groups = grad.attrs["groups"]
+    product = (groups, grad.shape[0] // groups, D.product(grad.shape[1:]), D.product(g.shape[:-1]))
+    return LibraryCall("conv_filter", (x, g, grad), _dims(x, g.shape, grad.attrs["size"]), (0, 0, 0, *_geometry(grad)),
+                       product, grad.origin)
+
+
+def _dims(x: Node, result: Sequence[Dim], window: Sequence[Dim]) -> tuple[Dim, ...]:
+    return (x.shape[0], x.shape[-1], result[-1], *x.shape[1:-1], *result[1:-1], *window)
+
+
+def _geometry(conv: Node) -> tuple[int, ...]:
+    low, high = zip(*conv.attrs["padding"], strict=True)
+    return (conv.attrs["groups"], *conv.attrs["strides"], *low, *high, *conv.attrs["dilations"])
 
 
 def _towards(conv: Node, node: Node, members: set[Node]) -> tuple[Node, Node]:

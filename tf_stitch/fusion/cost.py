@@ -88,7 +88,7 @@ def evaluations(node: Node, env: Mapping[str, int]) -> int:
     if node.op == "dot":
         left, _ = node.attrs["contract"]
         return value_of(node.size, env) * value_of(D.product(node.inputs[0].shape[a] for a in left), env)
-    if node.op == "conv":
+    if node.op in ("conv", "conv_filter"):
         return value_of(node.size, env) * value_of(D.product(node.inputs[1].shape[:-1]), env)
     if node.op == "window":
         return value_of(node.size, env) * value_of(D.product(node.attrs["size"]), env)

@@ -29,7 +29,7 @@ def has_library(target: Any) -> bool:
 
 def suits_library(dot: Node, target: Any) -> bool:
     """True for products and convolutions that the target's library should compute."""
-    if has_library(target) and dot.op == "conv":
+    if has_library(target) and dot.op in convolutions.FORMS:
         return convolutions.is_ready(dot)
     if not has_library(target) or dot.op != "dot" or dot.dtype not in DTYPES:
         return False
@@ -169,13 +169,13 @@ def _in_order(axes: Sequence[int], shape: Sequence[Dim], rank: int) -> bool:
 
 def carried(node: Node) -> tuple[Node, ...]:
     """Nodes that belong to a call of the library wherever it is."""
-    return convolutions.carried(node) if node.op == "conv" else ()
+    return convolutions.carried(node) if node.op in convolutions.FORMS else ()
 
 
 def match(nodes: Iterable[Node], outputs: Sequence[Node], target: Any) -> LibraryCall | None:
     """The library call that computes a group of one product and what may follow it; None when it is no such group."""
     members = set(nodes)
-    convs = [n for n in members if n.op == "conv"]
+    convs = [n for n in members if n.op in convolutions.FORMS]
     if convs and len(outputs) == 1:
         return convolutions.match(convs[0], outputs[0], members) if suits_library(convs[0], target) else None
     dots = [n for n in members if n.op == "dot"]

@@ -13,7 +13,7 @@ from .dtypes import DTYPES, of_numpy
 from .graph import Graph, Guard, Node, Shape, SymbolSource
 from .ops import IRError, make
 from .simplify import simplify
-from .structural import slice_last
+from .structural import slice_last, window_dim
 from .unify import Unifier, strip_common
 from .verify import used_symbols, verify
 
@@ -359,6 +359,20 @@ class Builder:
         attrs = {"strides": tuple(strides), "padding": tuple((int(a), int(b)) for a, b in padding),
                  "dilations": dilations, "groups": groups}
         return self._make("conv", [x, w], attrs)
+
+    def conv_filter(self, x: Node, g: Node, size: Sequence[int], strides: Sequence[int],
+                    padding: Sequence[tuple[int, int]], dilations: Sequence[int], groups: int = 1) -> Node:
+        """The gradient of ``conv(x, w)`` by its filter as [out, *size, in/groups]; ``g`` is that by its result."""
+        if x.rank != g.rank:
+            raise IRError(f"{self.origin}: {x!r} and {g!r} differ in rank.")
+        lists = zip(x.shape[1:-1], size, strides, padding, dilations, strict=True)
+        want = (x.shape[0], *(window_dim(d, k, s, a, b, far) for d, k, s, (a, b), far in lists))
+        for d, e in zip(want, g.shape, strict=False):
+            self.same_dim(d, e, f"{self.origin}: what comes back has the size of the convolution's result")
+        x, g = self._fit(x, x.shape), self._fit(g, (*want, g.shape[-1]))
+        attrs = {"size": tuple(size), "strides": tuple(strides), "dilations": tuple(dilations), "groups": groups,
+                 "padding": tuple((int(a), int(b)) for a, b in padding)}
+        return self._make("conv_filter", [x, g], attrs)
 
     def window(self, kind: str, x: Node, size: Sequence[int], strides: Sequence[int],
                padding: Sequence[tuple[int, int]]) -> Node:

@@ -28,6 +28,8 @@ Attrs by op (``Dim`` = int or symbolic):
                result dims: batch, lhs free, rhs free (each in operand order)
   conv         inputs (x NHWC-like, filter HWIO-like); strides, padding:tuple[(lo,hi)], dilations, groups:int
                spatial rank 1..3, channels last; filter [*k, in/groups, out]
+  conv_filter  inputs (x as conv's, g as conv's result); size:tuple[int], strides, padding, dilations, groups as conv's
+               the gradient of a conv by its filter, [out, *size, in/groups]: sums over batch and places
   window       kind:"max"|"sum"|"mean"(mean ignores padding); size, strides, padding over spatial dims, channels last
 Elementwise ops take operands of one shape (broadcasts are explicit) and one dtype.
 

@@ -437,6 +437,31 @@ def _conv(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
     return (x.shape[0], *spatial, w.shape[-1]), x.dtype
 
 
+def _conv_filter(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
+    x, g = inputs
+    groups, size = attrs["groups"], attrs["size"]
+    _check(g.rank == x.rank and g.dtype == x.dtype, f"{x!r} and {g!r} differ in rank or dtype.")
+    if not D.all_static((x.shape[-1], g.shape[-1])):
+        raise IRError("the channels must be static.")
+    _check(all(s >= 1 for s in size), "the window is empty.")
+    places = _spatial(x, attrs, size, attrs["dilations"])
+    _check(g.shape[:-1] == (x.shape[0], *places), f"{g!r} does not have the places of a convolution of {x!r}.")
+    _check(groups >= 1 and x.shape[-1] % groups == 0 and g.shape[-1] % groups == 0,
+           f"{groups} groups do not fit {x!r} and {g!r}.")
+    return (g.shape[-1], *size, x.shape[-1] // groups), x.dtype
+
+
+def _eval_conv_filter(arrays, attrs, shape, dtype):
+    x, g = (_accumulate(a) for a in arrays)
+    out = np.zeros(shape, x.dtype)
+    if out.size and x.size and g.size:
+        with np.errstate(all="ignore"):
+            for offset, seen in _windows(x, attrs, attrs["size"], attrs["dilations"], g.shape[1:-1], 0):
+                parts = (np.split(a.reshape(-1, a.shape[-1]), attrs["groups"], axis=1) for a in (g, seen))
+                out[(slice(None), *offset)] = np.concatenate([a.T @ b for a, b in zip(*parts, strict=True)])
+    return out.astype(DTYPES[dtype].numpy)
+
+
 def _windows(x: np.ndarray, attrs: Attrs, size, dilations, spatial, fill):
     """Yields (offset, the padded input seen from that offset at every place of the window)."""
     padded = np.pad(x, [(0, 0), *attrs["padding"], (0, 0)], constant_values=fill)
@@ -509,6 +534,8 @@ for _row in [
     ("scan", 1, _scan, _eval_scan, EXPENSIVE, NUM, ("kind", "axis", "exclusive", "reverse")),
     ("dot", 2, _dot, _eval_dot, EXPENSIVE, NUM, ("batch", "contract")),
     ("conv", 2, _conv, _eval_conv, EXPENSIVE, NUM, ("strides", "padding", "dilations", "groups")),
+    ("conv_filter", 2, _conv_filter, _eval_conv_filter, EXPENSIVE, NUM,
+     ("size", "strides", "padding", "dilations", "groups")),
     ("window", 1, _window, _eval_window, EXPENSIVE, NUM, ("kind", "size", "strides", "padding")),
 ]:
     _name, _arity, _infer, _evaluate, _cost, _kinds, _attrs = _row

@@ -38,7 +38,7 @@ class KernelStep:
 
 
 # Dims of a library step without which it computes nothing and all of its operands are empty.
-RESULT_DIMS = {"matmul": (1, 2), "conv": (0, 2)}
+RESULT_DIMS = {"matmul": (1, 2), "conv": (0, 2), "conv_filter": (1, 2)}
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,9 @@ class LibraryStep:
     *places, *window) and ``flags`` (has_bias, has_residual, relu, groups, *strides, *zeros below, *zeros above,
     *dilations) for 2 or 3 spatial dims: out = conv(x, w) (+ residual) (+ bias) (then ReLU), where x is [batch, *image,
     channels], w [out channels, *window, channels / groups] and out [batch, *places, out channels].
+
+    ``call`` "conv_filter": ``buffers`` are (x, g, dw), ``dims`` and ``flags`` as "conv" has them, the first three flags
+    0: dw is the gradient of "conv" by w, where g is that by out; they lie as w and out do.
     """
 
     call: str

@@ -17,7 +17,7 @@ from . import rules
 from .group import Group
 
 Segments = list[list[int]]  # of a node's dims: which are one; a squeezed dim is in none
-_WHOLE = frozenset({"conv", "window"})  # their dims have fixed meanings
+_WHOLE = frozenset({"conv", "conv_filter", "window"})  # their dims have fixed meanings
 _FREE_NEW = frozenset({"broadcast"})  # result dims that no operand has may merge
 
 

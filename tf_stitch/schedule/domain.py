@@ -39,7 +39,7 @@ def domain(node: Node, box: Box) -> Domain:
         return Domain("scan", node.shape, whole, (node.attrs["axis"],), tuple(range(node.rank)))
     if node.op == "dot":
         return _extend(node, box, tuple(node.inputs[0].shape[a] for a in node.attrs["contract"][0]))
-    if node.op == "conv":
+    if node.op in ("conv", "conv_filter"):
         return _extend(node, box, node.inputs[1].shape[:-1])
     if node.op == "window":
         return _extend(node, box, tuple(node.attrs["size"]))

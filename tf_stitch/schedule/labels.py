@@ -18,7 +18,7 @@ def body_operands(item: Item) -> Sequence[tuple[Node, Labels]]:
         return [(item.body, identity)]
     if n.op in ("reduce", "arg_reduce", "scan"):
         return [(n.inputs[0], tuple(range(n.inputs[0].rank)))]
-    if n.op in ("conv", "window"):
+    if n.op in ("conv", "conv_filter", "window"):
         return [(x, (None,) * x.rank) for x in n.inputs]
     return dot_operands(n) if n.op == "dot" else operand_labels(n, identity)
 

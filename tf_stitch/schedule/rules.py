@@ -288,6 +288,11 @@ def _conv_box(node: Node, box: Box) -> list[Box]:
     return [(box[0], *full(x.shape[1:])), (*full(filt.shape[:-1]), box[-1])]
 
 
+def _conv_filter_box(node: Node, box: Box) -> list[Box]:
+    x, g = node.inputs
+    return [full(x.shape), (*full(g.shape[:-1]), box[0])]
+
+
 def _window_box(node: Node, box: Box) -> list[Box]:
     return [(box[0], *full(node.inputs[0].shape[1:-1]), box[-1])]
 
@@ -312,7 +317,8 @@ _BOXES: dict[str, Callable[[Node, Box], list[Box]]] = {
     "transpose": lambda n, b: [tuple(b[n.attrs["perm"].index(d)] for d in range(n.rank))],
     "reshape": _reshape_box, "slice": _slice_box, "reverse": _reverse_box, "pad": _pad_box, "concat": _concat_box,
     "gather": _gather_box, "gather_nd": _gather_nd_box, "reduce": _reduce_box, "arg_reduce": _reduce_box,
-    "scan": _scan_box, "dot": _dot_box, "conv": _conv_box, "window": _window_box,
+    "scan": _scan_box, "dot": _dot_box, "conv": _conv_box, "conv_filter": _conv_filter_box,
+    "window": _window_box,
 }
 
 
@@ -404,7 +410,8 @@ _TIES: dict[str, Callable[[Node], list[Tie]]] = {
     "reshape": _reshape_ties, "slice": _unchanged_ties, "reverse": _unchanged_ties, "pad": _unchanged_ties,
     "concat": _unchanged_ties, "scan": _unchanged_ties, "gather": _gather_ties, "gather_nd": _gather_nd_ties,
     "reduce": _reduce_ties, "arg_reduce": _reduce_ties, "dot": _dot_ties,
-    "conv": lambda n: [(0, 0, 0)], "window": lambda n: [(0, 0, 0), (0, n.rank - 1, n.rank - 1)],
+    "conv": lambda n: [(0, 0, 0)], "conv_filter": lambda n: [(1, n.rank - 1, 0)],
+    "window": lambda n: [(0, 0, 0), (0, n.rank - 1, n.rank - 1)],
 }
 
 

@@ -1,6 +1,7 @@
 """Lowerings of TensorFlow ops to IR, one function per op, grouped by kind."""
 from . import (  # noqa: F401  (they fill the tables)
     array,
+    backward,
     einsum,
     fused,
     gradients,

@@ -224,8 +224,9 @@ def channels_first(c: Context, y: Node) -> Node:
     return c.b.transpose(y, [0, y.rank - 1, *range(1, y.rank - 1)])
 
 
-def _padding(c: Context, x: Node, size: list[int], strides: list[int]) -> list[tuple[Dim, Dim]]:
-    """(low, high) per spatial dim for SAME, VALID or EXPLICIT; ``size`` is the dilated window."""
+def padding_of(c: Context, image: Sequence[Dim], size: Sequence[int],
+               strides: Sequence[int]) -> list[tuple[Dim, Dim]]:
+    """(low, high) per dim of an image for SAME, VALID or EXPLICIT; ``size`` is the dilated window."""
     mode = c.attr("padding")
     if mode == "VALID":
         return [(0, 0)] * len(size)
@@ -233,7 +234,7 @@ def _padding(c: Context, x: Node, size: list[int], strides: list[int]) -> list[t
         pairs = list(zip(*[iter(c.attr("explicit_paddings"))] * 2, strict=True))
         return pairs[2:] if str(c.attr("data_format", "NHWC")).startswith("NC") else pairs[1:-1]
     out = []
-    for d, k, s in zip(x.shape[1:-1], size, strides, strict=True):
+    for d, k, s in zip(image, size, strides, strict=True):
         # One place every s elements: the last one ends so far behind the image's end.
         total = k - 1 if s == 1 else D.dmax(D.floordiv(d + s - 1, s) * s - s + k - d, 0)
         low = D.floordiv(total, 2)
@@ -241,8 +242,8 @@ def _padding(c: Context, x: Node, size: list[int], strides: list[int]) -> list[t
     return out
 
 
-def _padded(c: Context, x: Node, padding: Sequence[tuple[Dim, Dim]],
-            value: Any = 0) -> tuple[Node, list[tuple[int, int]]]:
+def with_padding(c: Context, x: Node, padding: Sequence[tuple[Dim, Dim]],
+                 value: Any = 0) -> tuple[Node, list[tuple[int, int]]]:
     """The image and the static padding that is left to do: what depends on an unknown size is done here."""
     if all(D.all_static(pair) for pair in padding):
         return x, [(D.static(a), D.static(b)) for a, b in padding]
@@ -253,7 +254,7 @@ def _padded(c: Context, x: Node, padding: Sequence[tuple[Dim, Dim]],
 def _convolve(c: Context, x: Node, w: Node, groups: int) -> Node:
     strides, dilations = spatial(c, "strides", x.rank), spatial(c, "dilations", x.rank)
     size = [(D.static(k) - 1) * d + 1 for k, d in zip(w.shape[:-2], dilations, strict=True)]
-    x, padding = _padded(c, x, _padding(c, x, size, strides))
+    x, padding = with_padding(c, x, padding_of(c, x.shape[1:-1], size, strides))
     return channels_first(c, c.b.conv(x, w, strides, padding, dilations, groups))
 
 
@@ -261,9 +262,13 @@ def static_filter(view: GraphView, node: NodeView) -> str | None:
     """Why a convolution's filter or layout cannot be used; None when it can."""
     if None in (view.shape(node.inputs[1]) or (None,)):
         return "the filter's shape is not static"
-    if str(node.attr("data_format", "NHWC")) not in ("NHWC", "NCHW", "NDHWC", "NCDHW"):
-        return f"data format {node.attr('data_format')} is not supported"
-    return None
+    return layout_reason(node)
+
+
+def layout_reason(node: NodeView) -> str | None:
+    """Why a node's data format cannot be used; None when it can."""
+    layout = str(node.attr("data_format", "NHWC"))
+    return None if layout in ("NHWC", "NCHW", "NDHWC", "NCDHW") else f"data format {layout} is not supported"
 
 
 @lower("Conv2D", "Conv3D", kinds=FLOAT, check=static_filter)
@@ -282,34 +287,32 @@ def depthwise_conv(c: Context, x: Node, w: Node) -> Node:
     return _convolve(c, channels_last(c, x), c.b.reshape(w, (*k, 1, channels * multiplier)), channels)
 
 
-def _plain_pool(view: GraphView, node: NodeView) -> str | None:
-    layout = str(node.attr("data_format", "NHWC"))
-    if layout not in ("NHWC", "NCHW", "NDHWC", "NCDHW"):
-        return f"data format {layout} is not supported"
+def plain_pool(view: GraphView, node: NodeView) -> str | None:
+    """Why a pool's data format or window cannot be used; None when it can."""
     per_dim = [node.attr(k) or [] for k in ("ksize", "strides")]
-    channel = 1 if layout.startswith("NC") else -1
+    channel = 1 if str(node.attr("data_format", "NHWC")).startswith("NC") else -1
     if any(v and (v[0] != 1 or v[channel] != 1) for v in per_dim):
         return "pooling over batch or channels is not supported"
-    return None
+    return layout_reason(node)
 
 
-@lower("MaxPool", "MaxPool3D", kinds=FLOAT, check=_plain_pool)
+@lower("MaxPool", "MaxPool3D", kinds=FLOAT, check=plain_pool)
 def max_pool(c: Context, x: Node) -> Node:
     x = channels_last(c, x)
     size, strides = spatial(c, "ksize", x.rank), spatial(c, "strides", x.rank)
-    x, padding = _padded(c, x, _padding(c, x, size, strides), -np.inf)
+    x, padding = with_padding(c, x, padding_of(c, x.shape[1:-1], size, strides), -np.inf)
     return channels_first(c, c.b.window("max", x, size, strides, padding))
 
 
-@lower("AvgPool", "AvgPool3D", kinds=FLOAT, check=_plain_pool)
+@lower("AvgPool", "AvgPool3D", kinds=FLOAT, check=plain_pool)
 def average_pool(c: Context, x: Node) -> Node:
     """Means over what lies in the image."""
     x = channels_last(c, x)
     size, strides = spatial(c, "ksize", x.rank), spatial(c, "strides", x.rank)
-    wanted = _padding(c, x, size, strides)
-    image, padding = _padded(c, x, wanted)
+    wanted = padding_of(c, x.shape[1:-1], size, strides)
+    image, padding = with_padding(c, x, wanted)
     if image is x:
         return channels_first(c, c.b.window("mean", x, size, strides, padding))
-    inside, _ = _padded(c, c.full(1, (1, *x.shape[1:-1], 1), "float32"), wanted)
+    inside, _ = with_padding(c, c.full(1, (1, *x.shape[1:-1], 1), "float32"), wanted)
     total, count = (c.b.window("sum", c.wide(v), size, strides, padding) for v in (image, inside))
     return channels_first(c, c.like(c.b.ew("div", total, c.like(count, total.dtype)), x.dtype))

@@ -63,7 +63,9 @@ CONTRACTIONS = frozenset({
 # Those of them that a GPU program computes itself: by a library's call, or in a kernel.
 PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "_FusedMatMul", "Conv2D",
                       "Conv3D", "DepthwiseConv2dNative", "_FusedConv2D", "_FusedConv3D", "_FusedDepthwiseConv2dNative",
-                      "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D", "Conv2DBackpropInput", "Conv3DBackpropInputV2"})
+                      "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D", "Conv2DBackpropInput", "Conv3DBackpropInputV2",
+                      "Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropInput",
+                      "DepthwiseConv2dNativeBackpropFilter", "MaxPoolGrad", "AvgPoolGrad"})
 
 # Ops that move no data: they give another name, shape or description to a tensor.
 METADATA = frozenset({

@@ -6,6 +6,8 @@ whose channels are the r's, laid out in order: no zeros are put between pixels a
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ...ir import dims as D
@@ -20,8 +22,6 @@ from .registry import INT, lower
 
 
 def _check(view: GraphView, node: NodeView) -> str | None:
-    if any(n.op.startswith(("Conv2DBackpropFilter", "Conv3DBackpropFilter")) for n in view):
-        return "the convolutions of a backward pass stay TensorFlow's"
     if not DTYPES[view.dtype((node.name, 0))].is_float:
         return "a transposed convolution of integers is not supported"
     strides, dilations = (set(node.attr(k) or [1]) for k in ("strides", "dilations"))
@@ -32,28 +32,64 @@ def _check(view: GraphView, node: NodeView) -> str | None:
 
 @lower("Conv2DBackpropInput", "Conv3DBackpropInputV2", values=(0,), kinds=INT, check=_check)
 def transposed(c: Context, sizes: np.ndarray, w: Node, g: Node) -> Node:
-    g, rank = channels_last(c, g), g.rank - 2
-    shape = _shape(c, sizes, w, g)
+    g = channels_last(c, g)
+    depth = D.static(w.shape[-2])
+    shape = _shape(c, sizes, depth, g)
+    if depth < 1 or D.static(shape[-1]) % depth or D.static(w.shape[-1]) % max(D.static(shape[-1]) // depth, 1):
+        c.fail(f"a filter {w!r} does not fit an image of {shape[-1]} channels")
+    return _transposed(c, shape, w, g, D.static(shape[-1]) // depth)
+
+
+@lower("DepthwiseConv2dNativeBackpropInput", values=(0,), kinds=INT, check=_check)
+def depthwise_transposed(c: Context, sizes: np.ndarray, w: Node, g: Node) -> Node:
+    g = channels_last(c, g)
+    *size, channels, multiplier = map(D.static, w.shape)
+    shape = _shape(c, sizes, channels, g)
+    c.b.same_dim(shape[-1], channels, f"{c.node.name}: the image's channels are the filter's")
+    return _transposed(c, shape, c.b.reshape(w, (*size, 1, channels * multiplier)), g, channels)
+
+
+def _transposed(c: Context, shape: list[Dim], w: Node, g: Node, groups: int) -> Node:
+    """The image of ``shape``, channels last; ``w`` is [*window, in / groups, out]."""
+    rank = g.rank - 2
     strides, dilations = spatial(c, "strides", g.rank), spatial(c, "dilations", g.rank)
     window = [(D.static(k) - 1) * d + 1 for k, d in zip(w.shape[:-2], dilations, strict=True)]
     low = [_low(c, a, g.shape[1 + a], shape[1 + a], window[a], strides[a]) for a in range(rank)]
     taps = [-(-D.static(k) // s) for k, s in zip(w.shape[:-2], strides, strict=True)]
     around = [(t - 1) * d for t, d in zip(taps, dilations, strict=True)]
-    y = c.b.conv(g, _filter(c, w, taps, strides), [1] * rank, [(a, a) for a in around], dilations)
-    return channels_first(c, _window(c, _interleaved(c, y, strides, shape[-1]), low, shape))
+    turned = _filter(c, w, taps, strides, groups)
+    padding = _exact(around, low, g.shape[1:-1], shape[1:-1]) if set(strides) == {1} else None
+    if padding is not None:  # the convolution's result is the image
+        return channels_first(c, c.b.conv(g, turned, [1] * rank, padding, dilations, groups))
+    y = c.b.conv(g, turned, [1] * rank, [(a, a) for a in around], dilations, groups)
+    return channels_first(c, _window(c, _interleaved(c, y, strides, groups, shape[-1]), low, shape))
 
 
-def _shape(c: Context, sizes: np.ndarray, w: Node, g: Node) -> list[Dim]:
+def _exact(around: list[int], low: list[Dim], small: Sequence[Dim],
+           large: Sequence[Dim]) -> list[tuple[int, int]] | None:
+    """What to pad with where there are no strides, so that the result is the image; None where that is not known, or
+    elements at the ends would have to go."""
+    padding = []
+    for a, first, n, d in zip(around, low, small, large, strict=True):
+        pair = (a - first, d + first - n)  # a result is as large as what is padded, less `a`
+        if not D.all_static(pair) or min(map(D.static, pair)) < 0:
+            return None
+        padding.append((D.static(pair[0]), D.static(pair[1])))
+    return padding
+
+
+def _shape(c: Context, sizes: np.ndarray, channels: int, g: Node) -> list[Dim]:
     """The image's shape, channels last; TensorFlow also takes its height and width alone."""
     first = str(c.attr("data_format", "NHWC")).startswith("NC")
     known = list(c.static_shape() or [None] * g.rank)
     known = [known[0], *known[2:], known[1]] if first else known
     if sizes.size == g.rank - 2:
-        return [g.shape[0], *sizes_of(c, sizes, known[1:-1]), w.shape[-2]]
+        return [g.shape[0], *sizes_of(c, sizes, known[1:-1]), channels]
     order = [0, *range(2, g.rank), 1] if first else range(g.rank)
     shape = sizes_of(c, sizes.reshape(-1)[list(order)], known)
     return [c.b.same_dim(shape[0], g.shape[0], f"{c.node.name}: the image's batch is that of what comes back"),
-            *shape[1:-1], c.b.same_dim(shape[-1], w.shape[-2], f"{c.node.name}: the image's channels are the filter's")]
+            *shape[1:-1], shape[-1] if D.is_static(shape[-1]) else c.b.same_dim(
+                shape[-1], channels, f"{c.node.name}: the image's channels are the filter's")]
 
 
 def _low(c: Context, axis: int, small: Dim, large: Dim, window: int, stride: int) -> Dim:
@@ -72,22 +108,23 @@ def _low(c: Context, axis: int, small: Dim, large: Dim, window: int, stride: int
     return D.floordiv(D.dmax((small - 1) * stride + window - large, 0), 2)
 
 
-def _filter(c: Context, w: Node, taps: list[int], strides: list[int]) -> Node:
-    """[*window, in, out] as [*taps, out, r's x in]: taps backwards, the filter filled up with zeros to whole ones."""
-    n = len(taps)
+def _filter(c: Context, w: Node, taps: list[int], strides: list[int], groups: int) -> Node:
+    """[*window, in, groups x out] as [*taps, out, groups x r's x in]: taps backwards, the filter filled up with zeros
+    to whole ones."""
+    n, out = len(taps), D.static(w.shape[-1]) // groups
     high = [t * s - D.static(k) for t, s, k in zip(taps, strides, w.shape, strict=False)]
     w = c.b.pad(w, [0] * w.rank, [*high, 0, 0])
-    w = c.b.reshape(w, [d for pair in zip(taps, strides, strict=True) for d in pair] + list(w.shape[-2:]))
-    w = c.b.transpose(w, [*range(0, 2 * n, 2), 2 * n + 1, *range(1, 2 * n, 2), 2 * n])
+    w = c.b.reshape(w, [d for pair in zip(taps, strides, strict=True) for d in pair] + [w.shape[-2], groups, out])
+    w = c.b.transpose(w, [*range(0, 2 * n, 2), 2 * n + 2, 2 * n + 1, *range(1, 2 * n, 2), 2 * n])
     w = c.b.reverse(w, range(n))
-    return c.b.reshape(w, [*taps, w.shape[n], D.product([*strides, w.shape[-1]])])
+    return c.b.reshape(w, [*taps, out, D.product([groups, *strides, w.shape[-1]])])
 
 
-def _interleaved(c: Context, y: Node, strides: list[int], channels: Dim) -> Node:
-    """[batch, *places, r's x channels] as [batch, *(places x r's), channels]."""
+def _interleaved(c: Context, y: Node, strides: list[int], groups: int, channels: Dim) -> Node:
+    """[batch, *places, groups x r's x in] as [batch, *(places x r's), channels]."""
     n, places = len(strides), y.shape[1:-1]
-    y = c.b.reshape(y, [y.shape[0], *places, *strides, channels])
-    y = c.b.transpose(y, [0, *(a for i in range(n) for a in (1 + i, 1 + n + i)), 2 * n + 1])
+    y = c.b.reshape(y, [y.shape[0], *places, groups, *strides, D.static(channels) // groups])
+    y = c.b.transpose(y, [0, *(a for i in range(n) for a in (1 + i, 2 + n + i)), 1 + n, 2 * n + 2])
     return c.b.reshape(y, [y.shape[0], *(p * s for p, s in zip(places, strides, strict=True)), channels])
 
 
