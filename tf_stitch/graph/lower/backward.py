@@ -119,6 +119,9 @@ class _Pool:
                 n, k, s, D.static(self.low[d]), D.static(self.high[d]))
             c.b.same_dim(want, self.places[d], f"{c.node.name}: what comes back has the size of the pool's result")
         self.windows = tuple(2 + 2 * d for d in range(len(self.image)))
+        self.whole = all(low == 0 for low in self.low)  # windows begin in the image
+        self.tiles = (self.whole and self.size == self.strides
+                      and all(D.prove_le(n * k, d) for n, k, d in zip(self.places, self.size, self.image, strict=True)))
         self._at = [self._windows_of(d) for d in range(len(self.image))]
 
     def _number(self, d: Dim) -> Node:
@@ -128,6 +131,9 @@ class _Pool:
         """[element, window]: the places of windows along an axis that hold the element, -1 for none, and where in the
         window it is."""
         b, size, stride, places = self.c.b, self.size[d], self.strides[d], self.places[d]
+        if self.tiles:
+            place = b.iota((self.image[d], 1), 0, "int32")
+            return place, b.ew("int_mod", place, size)  # what no window holds gets nothing from `seen`
         most = -(-size // stride)
         all_of_them = D.is_static(places) and D.static(places) <= most
         shape = (self.image[d], D.static(places) if all_of_them else most)
@@ -140,9 +146,22 @@ class _Pool:
 
     def seen(self, values: Node) -> Node:
         """What every window that holds an element has; 0 where there are fewer windows."""
+        if self.tiles:
+            return self._repeated(values)
         for d, (place, _) in enumerate(self._at):
             values = self.c.b.gather(values, place, axis=1 + 2 * d, mode="zero")
         return values
+
+    def _repeated(self, values: Node) -> Node:
+        b, n = self.c.b, len(self.image)
+        batch, channels = values.shape[0], values.shape[-1]
+        values = self.c.expand(values, self.windows)
+        values = b.broadcast_to(values, [batch, *(d for p, k in zip(values.shape[1:-1:2], self.size, strict=True)
+                                                  for d in (p, k)), channels])
+        covered = [p * k for p, k in zip(self.places, self.size, strict=True)]
+        values = b.reshape(values, [batch, *covered, channels])
+        rest = [d - c for d, c in zip(self.image, covered, strict=True)]
+        return self.c.expand(b.pad(values, [0] * (n + 2), [0, *rest, 0]), self.windows)
 
     def taps(self) -> Node:
         """The number of an element in each window that holds it, row by row."""
@@ -177,11 +196,13 @@ class _Pool:
         is_first = b.ew("eq", number, self.c.expand(first, [1 + n]))
         seen = b.select(b.ew("is_nan", seen), b.select(is_first, highest, lowest), seen)
         found = b.arg_reduce("max", seen, 1 + n, "int32")  # 0 where nothing is larger than the lowest number
-        return b.select(b.ew("eq", found, 0), first, found)
+        return found if self.whole else b.select(b.ew("eq", found, 0), first, found)
 
     def _firsts(self) -> Node:
         """[1, *places, 1]: the number of the first element of the image in each window."""
         b, n = self.c.b, len(self.image)
+        if self.whole:
+            return b.broadcast_to(b.const(0, "int32"), (1,) * (n + 2))
         taps = []
         for d in range(n):
             start = b.ew("mul", b.iota((self.places[d],), 0, "int32"), self.strides[d])
