@@ -250,6 +250,48 @@ def test_random_convolutions_match_the_interpreter(seed):
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * max(1.0, np.abs(want).max(initial=0)))
 
 
+# --- gradients by the filter -------------------------------------------------------------------------
+
+def gradient(size=(3, 3), strides=(1, 1), padding=SAME, groups=1):
+    return lambda b, x, g: b.conv_filter(x, g, size, strides, padding, (1, 1), groups)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [("float32", 1e-4), ("float16", 5e-2), ("bfloat16", 5e-1)])
+@pytest.mark.parametrize("batch", [2, None])
+def test_a_gradient_by_the_filter_is_a_call_that_reads_the_images(dtype, tolerance, batch):
+    shapes = [(batch, 16, 16, 32), (batch, 16, 16, 64)]
+    (step,) = check(gradient(), shapes, dtype, tolerance=tolerance)
+    assert step.call == "conv_filter" and step.dims[1:] == (32, 64, 16, 16, 16, 16, 3, 3)
+    assert step.flags == (0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1)
+    _, program = program_of(gradient(), shapes, dtype)
+    assert [type(s) for s in program.steps] == [LibraryStep]
+
+
+def test_what_reads_and_follows_a_gradient_stays_in_kernels():
+    def step(b, w, x, g):
+        dw = gradient(strides=(2, 2), padding=((0, 1), (0, 1)))(b, b.ew("exp", x), b.ew("mul", g, g))
+        return b.ew("sub", w, b.ew("mul", b.transpose(dw, (1, 2, 3, 0)), 0.1))
+
+    (call,) = check(step, [(3, 3, 32, 64), (None, 16, 16, 32), (None, 8, 8, 64)], tolerance=1e-3)
+    assert call.call == "conv_filter"
+
+
+@pytest.mark.parametrize("groups,channels,form", [(2, 32, ["conv_filter"]), (8, 32, []), (32, 32, []), (16, 16, [])])
+def test_groups_of_few_channels_are_sums(groups, channels, form):
+    shapes = [(None, 9, 8, channels), (None, 9, 8, 64)]
+    assert [s.call for s in check(gradient(groups=groups), shapes, tolerance=1e-3)] == form
+
+
+def test_doubles_are_products_over_patches():
+    shapes = [(None, 9, 8, 16), (None, 9, 8, 32)]
+    assert [s.call for s in check(gradient(), shapes, "float64")] == ["matmul"]
+    assert [s.call for s in check(gradient(groups=2), shapes, "float64")] == []
+
+
+def test_small_gradients_are_kernels():
+    assert check(gradient(), [(1, 4, 4, 3), (1, 4, 4, 8)], tolerance=1e-4) == []
+
+
 def test_every_form_is_drawn():
     """The shapes above take each way at least once."""
     drawn = [calls(program_of(conv, [shape, w])[1])[0].call for shape, w in

@@ -18,7 +18,7 @@ from tests.gpu.kernels import on_gpu
 from tests.gpu.test_op_gpu import function, in_tf
 from tests.op import programs
 from tests.op.calls import counted
-from tests.op.test_convolutions import VARIANTS, convolved, never, operands
+from tests.op.test_convolutions import GRADIENTS, VARIANTS, convolved, filter_gradient, never, operands
 from tests.op.test_library import DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +47,20 @@ def test_convolutions(dtype, variant):
         got, ran, _ = counted(lambda f=f, xs=xs: f(*xs))
         assert ran == 1
         np.testing.assert_allclose(got.numpy().astype(np.float64), want, rtol=2 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("variant", GRADIENTS, ids=str)
+def test_gradients_by_the_filter(dtype, variant):
+    """Sums of multiples of 1/16: exact in float32, so that each result has one right rounding."""
+    program = programs.conv(dtype, gradient=True, **variant)
+    f = function(on_gpu(program), never)
+    for batch in (5, 1, 0):
+        xs = operands(program, batch)
+        want = filter_gradient(program, *xs).astype(DTYPES[dtype])
+        got, ran, _ = counted(lambda f=f, xs=xs: f(*xs))
+        assert ran == 1
+        np.testing.assert_array_equal(got.numpy(), want)
 
 
 @pytest.mark.parametrize("dtype,tolerance", [("float32", 3e-3), ("float16", 2e-2), ("bfloat16", 1e-1)])

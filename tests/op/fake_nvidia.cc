@@ -170,7 +170,27 @@ struct Machine {
 
   void Convolve(const Handle& op) {
     Tensor x = Open(op->links.at(704)[0]), w = Open(op->links.at(703)[0]), y = Open(op->links.at(705)[0]);
-    const Handle& conv = op->links.at(702)[0];
+    EachProduct(
+        op->links.at(702)[0], x, w, y,
+        [&](double& sum, int64_t at_x, int64_t at_w, int64_t) { sum += double{x.data[at_x]} * w.data[at_w]; },
+        [&](double sum, int64_t at_y) { y.data[at_y] = static_cast<float>(sum); });
+  }
+
+  void FilterGradient(const Handle& op) {
+    Tensor x = Open(op->links.at(716)[0]), dw = Open(op->links.at(715)[0]), dy = Open(op->links.at(717)[0]);
+    std::map<int64_t, double> sums;
+    Each(dw.dims, [&](const std::vector<int64_t>& at) { sums[dw.At(at)] = 0; });
+    EachProduct(
+        op->links.at(714)[0], x, dw, dy,
+        [&](double&, int64_t at_x, int64_t at_w, int64_t at_y) { sums[at_w] += double{x.data[at_x]} * dy.data[at_y]; },
+        [](double, int64_t) {});
+    for (auto [at, sum] : sums) dw.data[at] = static_cast<float>(sum);
+  }
+
+  // Calls `product` for the elements of x and w that are multiplied for one of y, and `done` with what it summed up.
+  void EachProduct(const Handle& conv, const Tensor& x, const Tensor& w, const Tensor& y,
+                   const std::function<void(double&, int64_t, int64_t, int64_t)>& product,
+                   const std::function<void(double, int64_t)>& done) {
     const auto &dilations = conv->numbers.at(102), &strides = conv->numbers.at(103), &low = conv->numbers.at(105);
     int64_t groups = x.dims[1] / w.dims[1];
     Each(y.dims, [&](const std::vector<int64_t>& at) {
@@ -183,9 +203,9 @@ struct Machine {
           from.push_back(p);
           filter.push_back(tap[i + 1]);
         }
-        sum += static_cast<double>(x.data[x.At(from)]) * w.data[w.At(filter)];
+        product(sum, x.At(from), w.At(filter), y.At(at));
       });
-      y.data[y.At(at)] = static_cast<float>(sum);
+      done(sum, y.At(at));
     });
   }
 
@@ -203,6 +223,7 @@ struct Machine {
   void Run(const Handle& graph) {
     for (const Handle& op : graph->links.at(801)) {
       if (op->type == 10) Convolve(op);
+      if (op->type == 11) FilterGradient(op);
       if (op->type == 13) Pointwise(op);
     }
   }

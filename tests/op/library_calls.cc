@@ -19,6 +19,7 @@ struct Case {
   const char* name;
   std::vector<int64_t> dims;  // as a library step has them
   ConvFlags flags;
+  LibraryCall call = LibraryCall::kConv;
 };
 
 const Case kCases[] = {
@@ -29,6 +30,10 @@ const Case kCases[] = {
     {"volume",
      {1, 2, 3, 3, 4, 5, 3, 4, 5, 1, 3, 3},
      {true, false, false, 1, {1, 1, 1}, {0, 1, 1}, {0, 1, 1}, {1, 1, 1}}},
+    {"gradient",
+     {2, 8, 12, 9, 7, 4, 6, 3, 2},
+     {false, false, false, 4, {2, 1}, {1, 0}, {0, 1}, {1, 2}},
+     LibraryCall::kConvFilter},
 };
 
 std::vector<float> Values(int64_t count, int seed) {
@@ -46,17 +51,18 @@ int64_t Product(const int64_t* from, size_t count) {
 void Run(const Case& c) {
   Step step;
   step.kind = Step::Kind::kLibrary;
-  step.call = LibraryCall::kConv;
+  step.call = c.call;
   step.conv = c.flags;
   const size_t spatial = c.flags.spatial();
   const int64_t *in = c.dims.data() + 3, *places = in + spatial, *window = places + spatial;
   const int64_t out_size = c.dims[0] * Product(places, spatial) * c.dims[2];
-  std::vector<std::vector<float>> operands{
-      Values(c.dims[0] * Product(in, spatial) * c.dims[1], 1),
-      Values(c.dims[2] * Product(window, spatial) * c.dims[1] / c.flags.groups, 2)};
+  const int64_t filter_size = c.dims[2] * Product(window, spatial) * c.dims[1] / c.flags.groups;
+  const bool gradient = c.call == LibraryCall::kConvFilter;
+  std::vector<std::vector<float>> operands{Values(c.dims[0] * Product(in, spatial) * c.dims[1], 1),
+                                           Values(gradient ? out_size : filter_size, 2)};
   if (c.flags.bias) operands.push_back(Values(c.dims[2], 3));
   if (c.flags.residual) operands.push_back(Values(out_size, 4));
-  operands.emplace_back(out_size, NAN);
+  operands.emplace_back(gradient ? filter_size : out_size, NAN);
   std::string error;
   const cuda::Driver* driver = cuda::LoadDriver(&error);
   auto work = driver ? MakeLibraryWork(step, 1, c.dims, *driver, true, &error) : nullptr;
@@ -68,7 +74,7 @@ void Run(const Case& c) {
   std::vector<float> got = operands.back();
   StepPlan plan;
   plan.dims = c.dims;
-  plan.blocks = c.dims[0] * Product(places, spatial);
+  plan.blocks = gradient ? c.dims[2] * Product(window, spatial) : c.dims[0] * Product(places, spatial);
   RunLibraryBlocks(step, 1, plan, buffers.data(), 0, plan.blocks);
   bool equal = got == operands.back();
   printf("%s: %s %s, workspace %zu\n", c.name, error.c_str(), equal ? "equal" : "DIFFERENT", work->workspace_bytes());

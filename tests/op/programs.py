@@ -219,17 +219,20 @@ def matmul(dtype: str = "float32", flags=(0, 0, 0, 0, 0), **changes) -> Program:
 
 def conv(dtype: str = "float32", image=(9, 7), window=(3, 2), strides=(2, 1), low=(1, 0), high=(0, 2), dilations=(1, 2),
          channels: int = 6, results: int = 10, groups: int = 1, bias: int = 0, residual: int = 0, relu: int = 0,
-         **changes) -> Program:
+         gradient: bool = False, **changes) -> Program:
     """x [batch, *image, channels], w [results, *window, channels / groups], [bias [results]], [residual], by a library
-    step -> [batch, *places, results]."""
+    step -> [batch, *places, results]; with ``gradient`` x and what that gives, by one -> what lies as w does."""
     batch = dim("batch")
     places = tuple(max(0, (n + a + b - (k - 1) * d - 1) // s + 1)
                    for n, a, b, k, d, s in zip(image, low, high, window, dilations, strides, strict=True))
     out = (batch, *places, results)
     shapes = [(batch, *image, channels), (results, *window, channels // groups), *[(results,)] * bias,
               *[out] * residual]
+    if gradient:
+        shapes[1], out = out, shapes[1]
     buffers = [Buffer("input", i, dtype, shape) for i, shape in enumerate(shapes)]
     buffers.append(Buffer("output", 0, dtype, out))
-    step = LibraryStep("conv", tuple(range(len(buffers))), (batch, channels, results, *image, *places, *window),
+    step = LibraryStep("conv_filter" if gradient else "conv", tuple(range(len(buffers))),
+                       (batch, channels, results, *image, *places, *window),
                        (bias, residual, relu, groups, *strides, *low, *high, *dilations), "from_conv")
     return program(buffers, [step], {"batch": SymbolSource("dim", 0, 0)}, **{"code": {}, "text": "", **changes})

@@ -35,18 +35,30 @@ def operands(program, batch, seed=0):
     return [(rng.integers(-8, 9, shape) / 4).astype(DTYPES[program.buffers[0].dtype]) for shape in shapes]
 
 
+def attrs_of(step, spatial):
+    """The attrs of the primitive that a step computes."""
+    strides, low, high, dilations = (tuple(step.flags[4 + i * spatial:4 + (i + 1) * spatial]) for i in range(4))
+    return {"strides": strides, "padding": tuple(zip(low, high, strict=True)), "dilations": dilations,
+            "groups": step.flags[3]}
+
+
 def convolved(program, x, w, *rest):
     """The definition, in float64."""
-    step, spatial = program.steps[0], x.ndim - 2
-    has_bias, has_residual, relu, groups, *numbers = step.flags
-    strides, low, high, dilations = (tuple(numbers[i * spatial:(i + 1) * spatial]) for i in range(4))
-    attrs = {"strides": strides, "padding": tuple(zip(low, high, strict=True)), "dilations": dilations,
-             "groups": groups}
+    step = program.steps[0]
+    attrs, (has_bias, has_residual, relu, *_) = attrs_of(step, x.ndim - 2), step.flags
     shape = [D.evaluate(d, {"batch": len(x)}) for d in program.of_kind("output")[0].shape]
     y = OPS["conv"].evaluate([x.astype(np.float64), np.moveaxis(w, 0, -1).astype(np.float64)], attrs, tuple(shape),
                              "float64")
     y = y + (rest[0].astype(np.float64) if has_bias else 0) + (rest[-1].astype(np.float64) if has_residual else 0)
     return np.maximum(y, 0) if relu else y
+
+
+def filter_gradient(program, x, g):
+    """The definition, in float64."""
+    step, spatial = program.steps[0], x.ndim - 2
+    attrs = attrs_of(step, spatial) | {"size": step.dims[-spatial:]}
+    return OPS["conv_filter"].evaluate([x.astype(np.float64), g.astype(np.float64)], attrs,
+                                       program.of_kind("output")[0].shape, "float64")
 
 
 def never(x, *args):
@@ -62,6 +74,27 @@ def test_convolutions(dtype, variant):
     for batch in (2, 1, 0):
         xs = operands(program, batch)
         want = convolved(program, *xs).astype(DTYPES[dtype])
+        np.testing.assert_array_equal(host.run(program, xs)[0], want)
+        got, ran, _ = counted(lambda xs=xs: f(*xs))
+        assert ran == 1
+        np.testing.assert_array_equal(got.numpy(), want)
+
+
+GRADIENTS = [v for v in VARIANTS if not {"bias", "residual", "relu"} & set(v)] + [
+    {"groups": 2}, {"channels": 1, "results": 1},
+    {"image": (4, 5, 6), "window": (2, 3, 1), "strides": (1, 2, 3), "low": (1, 0, 0), "high": (0, 1, 2),
+     "dilations": (2, 1, 1)}]
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("variant", GRADIENTS, ids=str)
+def test_gradients_by_the_filter(dtype, variant):
+    program = programs.conv(dtype, gradient=True, **variant)
+    assert serialize.loads(serialize.dumps(program)) == program
+    f = tf.function(stitched(program, never), input_signature=specs_of(program), autograph=False)
+    for batch in (2, 1, 0):
+        xs = operands(program, batch)
+        want = filter_gradient(program, *xs).astype(DTYPES[dtype])
         np.testing.assert_array_equal(host.run(program, xs)[0], want)
         got, ran, _ = counted(lambda xs=xs: f(*xs))
         assert ran == 1
@@ -99,6 +132,25 @@ def flags(**changes):
 ])
 def test_what_the_parser_refuses(changes, message):
     assert message in runtime.check_program(serialize.dumps(changed(programs.conv(), **changes)))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_gradient_has_no_bias_sum_or_relu(at):
+    bad = changed(programs.conv(gradient=True), flags=flags(**{f"_{at}": 1}))
+    assert "gradient by its filter has a bias, a sum or a ReLU" in runtime.check_program(serialize.dumps(bad))
+
+
+@pytest.mark.parametrize("at, value", [(0, 3), (0, -1), (1, 12), (2, 11), (3, 10), (5, 6), (7, 4), (7, 0)])
+def test_sizes_of_gradients_past_the_buffers_run_the_fallback(at, value):
+    good = programs.conv(gradient=True)
+    dims = list(good.steps[0].dims)
+    dims[at] = value
+    bad = changed(good, dims=tuple(dims))
+    f = tf.function(stitched(bad, lambda x, g: tf.fill([10, 3, 2, 6], 7.0)), input_signature=specs_of(bad),
+                    autograph=False)
+    result, ran, fell_back = counted(lambda: f(*operands(good, 2)))
+    assert (ran, fell_back) == (0, 1)
+    assert (result.numpy() == 7).all()
 
 
 def test_types_that_have_no_convolution():

@@ -13,7 +13,7 @@ from tf_stitch.backend import host
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = ["tests/op/library_calls.cc", *(f"custom_ops/{name}.cc" for name in (
     "autotune", "cublas_lt", "cuda_driver", "cudnn", "library_cuda", "library_host", "program"))]
-CASES = ["plain", "relu", "all", "sum", "volume"]
+CASES = ["plain", "relu", "all", "sum", "volume", "gradient"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_results_and_choices(folder, tmp_path):
     """The fastest engine that needs no compiler, is deterministic, and keeps NaN where there is a ReLU."""
     lines, log = run(folder, tmp_path)
     assert lines == [f"{name}:  equal, workspace 1000" for name in CASES * 2] and not log
-    assert sorted(choices(tmp_path).values()) == ["12:2=7,"] * 3 + ["13:2=7,"] * 2
+    assert sorted(choices(tmp_path).values()) == ["12:2=7,"] * 4 + ["13:2=7,"] * 2
     again, _ = run(folder, tmp_path, FAKE_NO_MEMORY="1")  # nothing to measure: the files say all
     assert again == lines
 

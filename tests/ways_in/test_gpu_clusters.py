@@ -256,7 +256,7 @@ def test_the_shape_of_a_pooled_image_is_computed_where_its_gradient_reads_it():
         tf.raw_ops.AvgPoolGrad(orig_input_shape=shape, grad=gradient, ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1],
                                padding="VALID", name="y")
 
-    _, out, _ = for_gpu(model)
+    _, out, _ = for_gpu(model, Options(target="cuda:sm_90", skip_ops=("AvgPoolGrad",)))
     assert stitched(out)
     by_name = {n.name: n for n in out.node}
     pooled = next(n for n in out.node if n.op == "AvgPoolGrad")
