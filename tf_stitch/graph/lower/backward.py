@@ -26,16 +26,16 @@ from .registry import FLOAT, INT, lower
 def _static_result(view: GraphView, node: NodeView) -> str | None:
     if None in (view.shape((node.name, 0)) or (None,)):
         return "the filter's shape is not static"
-    channels = 1 if str(node.attr("data_format", "NHWC")).startswith("NC") else -1
-    if any((view.shape(node.inputs[i]) or (None,))[channels] is None for i in (0, 2)):
-        return "the number of channels is not static"
     return layout_reason(node)
 
 
-def _filter_gradient(c: Context, x: Node, g: Node, size: Sequence[int], groups: int) -> Node:
-    """[*size, in / groups, out]."""
+def _filter_gradient(c: Context, x: Node, g: Node, size: Sequence[int], depth: int, channels: int) -> Node:
+    """[*size, depth, channels] of images and what comes back, channels last; images have groups of ``depth``."""
+    why = f"{c.node.name}: the channels are those of the filter"
+    x = _with_channels(c, x, x.shape[-1] if D.is_static(x.shape[-1]) else depth, why)
+    g = _with_channels(c, g, channels, why)
     strides, dilations = spatial(c, "strides", x.rank), spatial(c, "dilations", x.rank)
-    x, g = channels_last(c, x), channels_last(c, g)
+    groups = D.static(x.shape[-1]) // depth if depth else 1
     window = [(k - 1) * d + 1 for k, d in zip(size, dilations, strict=True)]
     x, padding = with_padding(c, x, padding_of(c, x.shape[1:-1], window, strides))
     out = c.b.conv_filter(x, g, size, strides, padding, dilations, groups)
@@ -44,16 +44,20 @@ def _filter_gradient(c: Context, x: Node, g: Node, size: Sequence[int], groups: 
 
 @lower("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", values=(1,), kinds=FLOAT, check=_static_result)
 def filter_gradient(c: Context, x: Node, sizes: np.ndarray, g: Node) -> Node:
-    *size, depth, _ = _static_sizes(c, sizes)
-    channels = D.static(channels_last(c, x).shape[-1])
-    return _filter_gradient(c, x, g, size, channels // depth if depth else 1)
+    *size, depth, channels = _static_sizes(c, sizes)
+    return _filter_gradient(c, channels_last(c, x), channels_last(c, g), size, depth, channels)
 
 
 @lower("DepthwiseConv2dNativeBackpropFilter", values=(1,), kinds=FLOAT, check=_static_result)
 def depthwise_filter_gradient(c: Context, x: Node, sizes: np.ndarray, g: Node) -> Node:
     *size, channels, multiplier = _static_sizes(c, sizes)
-    out = _filter_gradient(c, x, g, size, channels)
+    x = _with_channels(c, channels_last(c, x), channels, f"{c.node.name}: the image's channels are the filter's")
+    out = _filter_gradient(c, x, channels_last(c, g), size, 1, channels * multiplier)
     return c.b.reshape(out, [*size, channels, multiplier])
+
+
+def _with_channels(c: Context, x: Node, channels: Dim, why: str) -> Node:
+    return c.b.reshape(x, [*x.shape[:-1], c.b.same_dim(x.shape[-1], channels, why)])
 
 
 def _static_sizes(c: Context, sizes: np.ndarray) -> list[int]:
