@@ -112,7 +112,10 @@ enum NumericalNote {
   kNoteTensorCore = 0,
   kNoteDownConvertInputs = 1,
   kNoteReducedReduction = 2,
+  kNoteFft = 3,
   kNoteNondeterministic = 4,
+  kNoteWinograd = 5,
+  kNoteWinograd4 = 6,
   kNoteWinograd6 = 7,
   kNoteWinograd13 = 8,
   kNotes = 32,
@@ -427,6 +430,8 @@ bool Acceptable(const Owned& engine, const ConvShape& s) {
     if (note == kNoteTensorCore && s.dtype == 1 && !s.tf32) return false;
     if (note == kNoteDownConvertInputs || note == kNoteReducedReduction || note == kNoteNondeterministic) return false;
     if (note == kNoteWinograd6 || note == kNoteWinograd13) return false;  // too inexact
+    // A gradient's sums are over all images and places, those of transforms' rounding errors, too.
+    if (s.filter_gradient && (note == kNoteFft || note == kNoteWinograd || note == kNoteWinograd4)) return false;
   }
   for (int note : engine.Get<int>(kEngineBehaviorNotes, kTypeBehaviorNote, kNotes)) {
     if (note == kNoteRuntimeCompilation) return false;

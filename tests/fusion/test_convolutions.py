@@ -276,6 +276,18 @@ def test_what_reads_and_follows_a_gradient_stays_in_kernels():
     assert call.call == "conv_filter"
 
 
+@pytest.mark.parametrize("batch", [2, None])
+def test_operands_that_are_views_or_in_no_memory(batch):
+    def step(b, x, v, w):
+        g = b.broadcast_to(b.ew("mul", v, 2), (x.shape[0], 16, 16, 64))  # as behind a mean over each image
+        dw = gradient()(b, b.reshape(x, (x.shape[0], 16, 16, 32)), g)
+        dx = b.conv(g, w, (1, 1), SAME)
+        return b.ew("add", b.reduce("sum", dx, range(4)), dw)
+
+    found = check(step, [(batch, 256, 32), VECTOR, (3, 3, 64, 32)], tolerance=1e-2)
+    assert {s.call for s in found} == {"conv", "conv_filter"}  # for an unknown batch in each of two plans
+
+
 @pytest.mark.parametrize("groups,channels,form", [(2, 32, ["conv_filter"]), (8, 32, []), (32, 32, []), (16, 16, [])])
 def test_groups_of_few_channels_are_sums(groups, channels, form):
     shapes = [(None, 9, 8, channels), (None, 9, 8, 64)]

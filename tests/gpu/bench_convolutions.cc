@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -154,6 +155,28 @@ double OnDevice(const LibraryWork& work, void* const* buffers, void* workspace) 
   return best * 1000 / kTimes;
 }
 
+double ValueOf(const char* at, int dtype) {
+  uint32_t bits = 0;
+  memcpy(&bits, at, static_cast<size_t>(DTypeSize(dtype)));
+  if (dtype == 19)
+    bits = (bits & 0x8000) << 16 | (bits & 0x7FFF ? ((bits >> 10 & 31) + 112) << 23 : 0) | (bits & 0x3FF) << 13;
+  if (dtype == 14) bits <<= 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+// The largest difference of two results over the largest value.
+double WorstError(const std::vector<char>& got, const std::vector<char>& want, int dtype) {
+  double worst = 0, scale = 1e-9;
+  for (size_t i = 0; i < want.size(); i += static_cast<size_t>(DTypeSize(dtype))) {
+    double a = ValueOf(&got[i], dtype), b = ValueOf(&want[i], dtype);
+    worst = std::max(worst, std::fabs(a - b));
+    scale = std::max(scale, std::fabs(b));
+  }
+  return worst / scale;
+}
+
 // How many elements of two results differ in their bits.
 size_t Different(const std::vector<char>& a, const std::vector<char>& b, size_t element) {
   size_t out = 0;
@@ -200,8 +223,8 @@ void Bench(const Case& c, const Type& t) {
     RunLibraryBlocks(step, t.dtype, plan, host, 0, rows);
     size_t different = Different(got, dw, element);
     g_wrong += different != 0;
-    printf(different ? "DIFFERENT in %zu of %lld" : "equal, %zu of %lld differ", different,
-           static_cast<long long>(rows * depth));
+    printf("%s: %zu of %lld differ, by %.1e at most", different ? "DIFFERENT" : "equal", different,
+           static_cast<long long>(rows * depth), WorstError(got, dw, t.dtype));
   }
   if (c.dims[0]) printf(", %.1f us", OnDevice(*work, buffers, workspace.at));
   step.call = LibraryCall::kConv;

@@ -25,6 +25,7 @@ from .call import DTYPES, TINY_WORK, LibraryCall, repeated_vector, through_views
 
 MIN_GROUP_CHANNELS = 8  # fewer channels in a group are no work for a library
 CALL_DTYPES = DTYPES - {"float64"}  # of the library's own convolutions
+COMPUTED_BY_READERS = frozenset({"const", "iota", "shape_value", "broadcast"})
 WIDE = {"float16": "float32", "bfloat16": "float32"}
 SCALED_DTYPE = "float32"  # a scaled filter of a half type would be rounded once more
 
@@ -91,7 +92,7 @@ def _form(conv: Node, products: bool) -> Node:
         patches = _patches(conv, conv.inputs[1].shape[:-2], conv.shape[1:-1])
         return _product(conv, _builder(conv).reshape(patches, (*conv.shape[:-1], D.product(conv.inputs[1].shape[:-1]))))
     x, w = conv.inputs
-    return _with_filter(conv, x, w.inputs[0] if is_ready(conv) else _turned(w, conv.origin))
+    return _with_filter(conv, _in_memory(x), w.inputs[0] if is_ready(conv) else _turned(w, conv.origin))
 
 
 def _product(conv: Node, patches: Node) -> Node:
@@ -115,8 +116,10 @@ def _filter_form(grad: Node, products: bool) -> Node:
     """A convolution's gradient by its filter as a library computes it."""
     if _is_light(grad):
         return _sum_over_patches(grad)
-    if not _suits(grad) or (grad.dtype in CALL_DTYPES and not (products and grad.attrs["groups"] == 1)):
+    if not _suits(grad):
         return grad
+    if grad.dtype in CALL_DTYPES and not (products and grad.attrs["groups"] == 1):
+        return grad.with_inputs(tuple(map(_in_memory, grad.inputs)))
     b = _builder(grad)
     g, size = grad.inputs[1], grad.attrs["size"]
     patches = _patches(grad, size, g.shape[1:-1])
@@ -165,6 +168,16 @@ def _turned(w: Node, origin: str) -> Node:
     """A filter [*window, in, out] as [out, *window, in] in memory."""
     perm = (w.rank - 1, *range(w.rank - 1))
     return Node("transpose", [w], {"perm": perm}, [w.shape[a] for a in perm], w.dtype, origin)
+
+
+def _in_memory(x: Node) -> Node:
+    """``x`` as a library can read it: what every reader would compute for itself is written."""
+    source = x
+    while source.op == "reshape":
+        source = source.inputs[0]
+    if source.op not in COMPUTED_BY_READERS:
+        return x
+    return Node("transpose", [x], {"perm": tuple(range(x.rank))}, x.shape, x.dtype, x.origin)
 
 
 def _with_filter(conv: Node, x: Node, turned: Node) -> Node:
@@ -252,7 +265,7 @@ def match(conv: Node, out: Node, members: set[Node]) -> LibraryCall | None:
     """The call that computes ``conv`` and what leads from it to ``out``: a bias, and with it a tensor and ReLU.  A
     gradient by a filter stands alone."""
     if conv.op == "conv_filter":
-        return _gradient_call(conv) if members == {conv} else None
+        return _gradient_call(conv, members) if out is conv else None
     n, relu = without_relu(out)
     bias: Node | None = None
     residual: Node | None = None
@@ -281,11 +294,14 @@ def match(conv: Node, out: Node, members: set[Node]) -> LibraryCall | None:
     return LibraryCall("conv", (*args, out), dims, flags, product, out.origin or conv.origin)
 
 
-def _gradient_call(grad: Node) -> LibraryCall:
+def _gradient_call(grad: Node, members: set[Node]) -> LibraryCall | None:
     x, g = grad.inputs
+    args = [through_views(a, members) for a in (x, g)]
+    if any(a in members for a in args):
+        return None
     groups = grad.attrs["groups"]
     product = (groups, grad.shape[0] // groups, D.product(grad.shape[1:]), D.product(g.shape[:-1]))
-    return LibraryCall("conv_filter", (x, g, grad), _dims(x, g.shape, grad.attrs["size"]), (0, 0, 0, *_geometry(grad)),
+    return LibraryCall("conv_filter", (*args, grad), _dims(x, g.shape, grad.attrs["size"]), (0, 0, 0, *_geometry(grad)),
                        product, grad.origin)
 
 
