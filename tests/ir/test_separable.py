@@ -95,7 +95,7 @@ def test_many_random_graphs():
         ops |= {n.op for n in case.graph.nodes()}
         judged += check(case, batch, random.Random(seed), 2)
     assert accepted > symbolic / 4 and judged > accepted / 2
-    assert set(separable._RULES) - {"conv", "window"} <= ops
+    assert set(separable._RULES) - {"conv", "conv_filter", "window"} <= ops
 
 
 def test_every_op_is_known():
@@ -194,3 +194,4 @@ def test_an_image_stays_whole():
 
     assert batch_of(convolution, (None, 8, 8, 2)).inputs == (0,)
     assert batch_of(convolution, (2, None, 8, 2)) is None
+    assert batch_of(lambda b, x: b.conv_filter(x, x, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)), (None, 8, 8, 2)) is None

@@ -308,6 +308,11 @@ def _dot(proof: _Proof, n: Node, operands: Operands) -> Iterable[Reading]:
     return [(first + free[k].index(a), outer, inner) for a, outer, inner in operands[k] or () if a in free[k]]
 
 
+@_rule("conv_filter")
+def _sum_over_images(proof: _Proof, n: Node, operands: Operands) -> Iterable[Reading]:
+    return ()
+
+
 @_rule("conv", "window")
 def _images(proof: _Proof, n: Node, operands: Operands) -> Iterable[Reading]:
     if any(s is not None for s in operands[1:]):
