@@ -300,6 +300,12 @@ def test_doubles_are_products_over_patches():
     assert [s.call for s in check(gradient(groups=2), shapes, "float64")] == []
 
 
+def test_gradients_that_share_launches_are_products():
+    shapes = [(None, 9, 8, 16), (None, 5, 8, 32)]
+    found = check(gradient(strides=(2, 1)), shapes, target=replace(CUDA, superkernels=True))
+    assert {s.call for s in found} == {"matmul"}
+
+
 def test_small_gradients_are_kernels():
     assert check(gradient(), [(1, 4, 4, 3), (1, 4, 4, 8)], tolerance=1e-4) == []
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.graph.support import case, run_cases
+from tests.graph.support import case, imported, ref_of, run_cases
+from tf_stitch.graph.view import GraphView
+from tf_stitch.ir import interp
 
 raw = tf.raw_ops
 
@@ -112,6 +114,40 @@ def test_a_training_step():
     c.shapes[0] = [None, 17, 16, 3]
     c.inputs += [[image(n, 17, 16, 3), *c.inputs[0][1:]] for n in (1, 3)]
     assert run_cases([c]).compared == 3
+
+
+FIRST = (0, 3, 1, 2)
+LAYOUTS = {
+    "Conv2DBackpropFilter": lambda x, g, w, **k: raw.Conv2DBackpropFilter(
+        input=x, filter_sizes=w.shape, out_backprop=g, padding="SAME", **k),
+    "Conv2DBackpropInput": lambda x, g, w, **k: raw.Conv2DBackpropInput(
+        input_sizes=tf.shape(x), filter=w, out_backprop=g, padding="SAME", **k),
+    "MaxPoolGrad": lambda x, g, w, **k: raw.MaxPoolGrad(orig_input=x, orig_output=g, grad=g, padding="SAME", **k),
+    "AvgPoolGrad": lambda x, g, w, **k: raw.AvgPoolGrad(orig_input_shape=tf.shape(x), grad=g, padding="SAME", **k)}
+
+
+@pytest.mark.parametrize("op", list(LAYOUTS))
+@pytest.mark.parametrize("known", [True, False])
+def test_channels_first(op, known):
+    """TensorFlow's CPU has none of these: they are compared with what the other layout gives."""
+    x, w = image(2, 7, 8, 4), image(3, 3, 4, 4)
+    g = image(2, 4, 4, 4)
+    results = []
+    for layout in ("NHWC", "NCHW"):
+        turned = layout == "NCHW"
+        arrays = [np.ascontiguousarray(a.transpose(FIRST)) if turned else a for a in (x, g)]
+        sizes = {name: [1, 1, *values] if turned else [1, *values, 1] for name, values in
+                 {"strides": (2, 2), **({"ksize": (3, 3)} if "Pool" in op else {})}.items()}
+        graph = tf.Graph()
+        with graph.as_default():
+            inputs = [tf.compat.v1.placeholder(tf.float32, a.shape if known else [None, *a.shape[1:]]) for a in arrays]
+            inputs.append(tf.compat.v1.placeholder(tf.float32, w.shape))
+            out = LAYOUTS[op](*inputs, data_format=layout, **sizes)
+        ir, refs = imported(GraphView(graph.as_graph_def()), [out])
+        values = dict(zip(map(ref_of, inputs), [*arrays, w], strict=True))
+        (got,) = interp.run(ir, [values[r] for r in refs])
+        results.append(got.transpose(np.argsort(FIRST)) if turned and "Filter" not in op else got)
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-6)
 
 
 # --- pools -----------------------------------------------------------------------------------------

@@ -323,6 +323,28 @@ def test_dot_is_einsum(data):
     np.testing.assert_allclose(got, np.einsum(spec, x.astype(float), y.astype(float)), rtol=1e-5, atol=1e-5)
 
 
+@given(st.integers(1, 3), st.data())
+@settings(max_examples=60, deadline=None)
+def test_conv_filter_is_the_adjoint_of_conv(rank, data):
+    """sum(g * conv(x, w)) is linear in w, so its gradient is what gives that sum with every w."""
+    def draw(low, high):
+        return [data.draw(st.integers(low, high)) for _ in range(rank)]
+
+    size, kernel, strides, dilations = draw(0, 6), draw(1, 3), draw(1, 3), draw(1, 2)
+    padding = list(zip(draw(0, 2), draw(0, 2), strict=True))
+    batch, groups = data.draw(st.integers(0, 3)), data.draw(st.sampled_from([1, 2, 4]))
+    x, w = floats((batch, *size, 4)).astype(np.float64), floats((*kernel, 4 // groups, 8), 1).astype(np.float64)
+    b = Builder()
+    p, q = b.param([None] * (rank + 1) + [4], "float64"), b.param(w.shape, "float64")
+    y = run(b.finish([b.conv(p, q, strides, padding, dilations, groups)]), [x, w])[0]
+    g = floats(y.shape, 2).astype(np.float64)
+    b = Builder()
+    p, r = b.param([None] * (rank + 1) + [4], "float64"), b.param([None] * (rank + 1) + [8], "float64")
+    (dw,) = run(b.finish([b.conv_filter(p, r, kernel, strides, padding, dilations, groups)]), [x, g])
+    assert dw.shape == (8, *kernel, 4 // groups)
+    np.testing.assert_allclose(np.sum(np.moveaxis(dw, 0, -1) * w), np.sum(g * y), rtol=1e-9, atol=1e-9)
+
+
 @given(st.integers(1, 2), st.data())
 @settings(max_examples=40, deadline=None)
 def test_conv_and_window_are_loops(rank, data):
@@ -405,6 +427,9 @@ F, I32, SCALAR = _param(N, 4), _param(N, 4, dtype="int32"), _param()
     ("dot", [F, F], {"batch": ((0,), (0,)), "contract": ((0,), (0,))}, (), ""),
     ("conv", [_param(1, 5, 5, 3), _param(3, 3, 4, 8)],
      {"strides": (1, 1), "padding": ((0, 0), (0, 0)), "dilations": (1, 1), "groups": 1}, (), ""),
+    *[("conv_filter", [_param(2, 5, 5, 4), _param(2, *places, 8)],
+       {"size": size, "strides": (1, 1), "padding": ((0, 0), (0, 0)), "dilations": (1, 1), "groups": groups}, (), "")
+      for places, size, groups in [((4, 3), (3, 3), 1), ((3, 3), (3, 3), 3), ((6, 6), (0, 0), 1), ((3,), (3, 3), 1)]],
     ("window", [_param(1, 5, 3)], {"kind": "min", "size": (2,), "strides": (1,), "padding": ((0, 0),)}, (), ""),
 ])
 def test_bad_nodes_are_refused(op, inputs, attrs, shape, dtype):
