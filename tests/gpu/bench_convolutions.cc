@@ -171,6 +171,7 @@ double WorstError(const std::vector<char>& got, const std::vector<char>& want, i
   double worst = 0, scale = 1e-9;
   for (size_t i = 0; i < want.size(); i += static_cast<size_t>(DTypeSize(dtype))) {
     double a = ValueOf(&got[i], dtype), b = ValueOf(&want[i], dtype);
+    if (!std::isfinite(a)) return INFINITY;
     worst = std::max(worst, std::fabs(a - b));
     scale = std::max(scale, std::fabs(b));
   }
