@@ -23,7 +23,7 @@ Written by `python docs/supported_ops.py`; do not edit.
 Element types: float32, float64, float16, bfloat16, int8 to int64, uint8 to uint64 and bool, within the kinds given
 below. Everything else (strings, resources, variants, complex and quantised types), tensors of unknown rank, and ops
 that are not listed stay TensorFlow's; the report says why for each. "Constant operands" must be known while rewriting;
-"shape operands" may depend on unknown dims.
+"shape operands" may depend on unknown dims. Ops marked "on a GPU" stay TensorFlow's in programs for a CPU.
 """
 
 
@@ -40,7 +40,8 @@ def _kinds(entry: Lowering) -> str:
 
 
 def _row(entry: Lowering) -> str:
-    cells = (entry.op, _kinds(entry), _operands(entry.statics), _operands(entry.values))
+    name = f"{entry.op} (on a GPU)" if entry.on_gpu else entry.op
+    cells = (name, _kinds(entry), _operands(entry.statics), _operands(entry.values))
     return "| " + " | ".join(cells) + " |"
 
 

@@ -515,6 +515,30 @@ class Maker:
         exact = min(i.exact, EXACT if mode == "zero" else MOVED)
         self.add(self.b.gather_nd(x, index, batch, mode), Info(min(i.lo, 0), max(i.hi, 0), i.error, exact))
 
+    def op_order(self) -> None:
+        x = self.pick(lambda n: n.rank > 0 and self.integer(n))
+        self.add(self.b.order(x), Info(0, LARGEST, 0.0, EXACT))
+
+    def op_search(self) -> None:
+        """Places of integers in 0, 1, 2, ..., in some rows of it or in one."""
+        x = self.pick(lambda n: n.rank > 0 and n.dtype in ("int32", "int64"))
+        rows = self.r.random() < 0.5
+        table = self.b.iota((*x.shape[:-1], 7) if rows else (7,), x.rank - 1 if rows else 0, x.dtype)
+        found = self.b.search(table, x, self.r.choice(("left", "right")), x.rank - 1 if rows else 0)
+        self.add(found, Info(0, 7, 0.0, EXACT))
+
+    def op_segment(self) -> None:
+        x = self.pick(lambda n: n.rank > 0 and n.dtype != "bool")
+        starts = sorted(self.r.randint(0, 9) for _ in range(self.r.randint(2, 5)))
+        kind, i, n = self.r.choice(("sum", "max", "min")), self.info[x], self.count([x.shape[0]])
+        out = self.b.segment(kind, x, self.b.const(np.array(starts, np.int32)))
+        if kind == "sum":
+            self.rounded(out, min(0, i.lo * n), max(0, i.hi * n), n * i.error, 2 + n)
+        elif self.floating(x):  # as of an empty reduction
+            self.add(out, Info(i.lo, i.hi, i.error, min(i.exact, EXACT)))
+        else:
+            self.add(out, Info(-1e4, 1e4))
+
     def op_iota(self) -> None:
         shape = [self.known_axis() for _ in range(self.r.choice((1, 1, 2, 3)))]
         dtype = self.r.choice((*self.int_types, *self.float_types))

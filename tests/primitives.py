@@ -314,6 +314,44 @@ def _gather_nd_forms() -> list[_Use]:
             _use("batch", lambda b, x, i: b.gather_nd(x, i, 1), (3, 9, 4), (3, None, 1), index=integers(0, 8))]
 
 
+def ordered(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    """Rows in ascending order, with equal neighbours among them."""
+    return np.sort(plain(0, 60)(rng, shape, dtype), axis=-1)
+
+
+def _order_forms() -> list[_Use]:
+    return [_use(f"{name} from {least}", lambda b, x: b.order(x), shape, draws=(draw,), kinds=("int", "uint"))
+            for least, draw in ((0, plain(0, 9)), ("the ends", special(0.3)))
+            for name, shape in (("one row", (None,)), ("rows", (None, None)), ("short rows", (None, 5)),
+                                ("long rows", (3, 300)))]
+
+
+def _search_forms() -> list[_Use]:
+    def use(name: str, side: str, batch: int, *shapes: tuple) -> _Use:
+        return _use(f"{name} {side}", lambda b, x, q: b.search(x, q, side, batch), *shapes,
+                    draws=(ordered, plain(0, 60)), kinds=("float", "int", "uint"))
+
+    return [use(name, side, *rest) for side in ("left", "right") for name, *rest in (
+        ("one row", 0, (None,), (None,)), ("own rows", 1, (3, None), (3, None)), ("scalar", 0, (None,), ()))]
+
+
+def _segment_forms() -> list[_Use]:
+    number = ("float", "int", "uint")
+    kinds = {"sum": (SUMMED, plain(0.1, 1)), "prod": ((8.0, 0.0), plain(0.5, 1.5)), "max": (MOVED, special(0.01)),
+             "min": (MOVED, special(0.01))}
+    shapes = {"rows": (None, 5), "elements": (None,), "images": (None, 2, 37)}
+
+    def use(kind: str, name: str) -> _Use:
+        tolerance, draw = kinds[kind]
+        return _use(f"{kind} of {name}", lambda b, x, i: b.segment(kind, x, i), shapes[name], (9,),
+                    draws=(draw, lambda rng, shape, dtype: np.sort(integers(-3, 40)(rng, shape, dtype))),
+                    index=ordered, tolerance=tolerance, kinds=number)
+
+    ragged = _use("any starts", lambda b, x, i: b.segment("max", x, b.concat([i, b.const([7], i.dtype)], 0)),
+                  (None, 3), (None,), index=integers(-3, 40), kinds=number)
+    return [*(use(kind, name) for kind in kinds for name in shapes), ragged]
+
+
 def _slices(b: Builder, x: Node) -> Node:
     return b.slice(x, (3, 1), (5, D.floordiv(x.shape[1] + 1, 2) - 1), (2, 2))
 
@@ -346,6 +384,9 @@ _STRUCTURAL: dict[str, list[_Use]] = {
                for a, n in ((0, 2), (1, 2), (0, 3), (1, 3))],
     "gather": _gather_forms(),
     "gather_nd": _gather_nd_forms(),
+    "order": _order_forms(),
+    "search": _search_forms(),
+    "segment": _segment_forms(),
     "reduce": _reduce_forms(),
     "arg_reduce": [_use(f"{kind} {axis}", lambda b, x, k=kind, a=axis: b.arg_reduce(k, x, a, "int64"), (None, 9)[::s],
                         kinds=("float", "int", "uint"))

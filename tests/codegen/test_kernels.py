@@ -308,6 +308,17 @@ def test_every_schedule_of_a_root_computes_the_same(wanted):
     check(graph, draw(graph, {}), 1e-5, compile_kernels([kernel], optimize="-O1"), kernel)
 
 
+@pytest.mark.parametrize("wanted", [Schedule(1, 1), Schedule(1, 2), Schedule(1, 6), Schedule(0, 3)], ids=str)
+@pytest.mark.parametrize("target", [HOST, CUDA], ids=lambda t: t.name)
+def test_every_schedule_of_an_order_computes_the_same(wanted, target):
+    b = Builder()
+    x = b.param((3, 6), "int32", "x")
+    graph = b.finish([b.order(x)], "order")
+    kernel = kernel_of(graph, target, wanted)
+    values = [np.random.default_rng(0).integers(0, 4, (3, 6)).astype(np.int32)]
+    check(graph, values, 0, compile_kernels([kernel], optimize="-O1"), kernel)
+
+
 def test_equal_kernels_have_equal_names():
     assert kernel_of(softmax(None, 64)).name == kernel_of(softmax(None, 64)).name
     assert kernel_of(softmax(None, 64)).name != kernel_of(softmax(None, 65)).name

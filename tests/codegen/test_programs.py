@@ -23,6 +23,7 @@ from tests.random_products import random_product
 from tf_stitch import compiler
 from tf_stitch.assemble import join_texts
 from tf_stitch.backend import host
+from tf_stitch.errors import Unschedulable
 from tf_stitch.ir import dims as D
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
@@ -155,9 +156,32 @@ def turned_norm(batch=None, size=12, channels=8, dtype="float32") -> Graph:
     return b.finish([y, mean, variance, z, b.transpose(z, (0, 2, 3, 1))], "turned_norm")
 
 
+def graph_attention(nodes=None, edges=None, heads=2, depth=20) -> Graph:
+    """Softmax over the edges that end at a node, and the sum of what they bring."""
+    b = Builder()
+    x, w = b.param((nodes, heads * depth), "float32", "x"), b.param((heads * depth, heads), "float32", "w")
+    source, to = (b.param((edges,), "int32", name) for name in ("source", "to"))
+    n, order = x.shape[0], b.order(to)
+    starts = b.search(b.gather(to, order), b.iota((n + 1,), 0, "int32"))
+
+    def over_edges(kind, values):
+        return b.segment(kind, b.gather(values, order), starts)
+
+    def at_end(values):
+        return b.gather(values, to, mode="zero")
+
+    score = b.dot(x, w, contract=((1,), (0,)))
+    score = b.ew("add", b.gather(score, source, mode="zero"), at_end(score))
+    e = b.ew("exp", b.ew("sub", score, at_end(over_edges("max", score))))
+    share = b.ew("div", e, at_end(over_edges("sum", e)))
+    rows = b.reshape(b.gather(x, source, mode="zero"), (source.shape[0], heads, depth))
+    y = over_edges("sum", b.ew("mul", rows, b.broadcast_to(b.reshape(share, (*share.shape, 1)), rows.shape)))
+    return b.finish([b.ew("tanh", y), b.dot(b.reshape(y, x.shape), w, contract=((1,), (0,)))], "graph_attention")
+
+
 MODELS = {"attention": attention, "half attention": lambda: attention(dtype="float16"),
           "masked attention": masked_attention, "half masked attention": lambda: masked_attention(dtype="bfloat16"),
-          "recurrent": recurrent, "turned norm": turned_norm,
+          "recurrent": recurrent, "turned norm": turned_norm, "graph attention": graph_attention,
           "masked softmax": chains.masked_softmax, "small attention": chains.small_attention,
           "norm, gelu, softmax": chains.norm_gelu_softmax, "norm backward": chains.norm_backward,
           "embedding": chains.embedding_sum_norm, "cross entropy": chains.cross_entropy}
@@ -171,6 +195,37 @@ def test_models(meaning):
             first, *others = graph.symbols
             sizes = {first: size} | dict.fromkeys(others, 5)
             agrees(graph, program, drawn(graph, sizes, zlib.crc32(name.encode()) + size), f"{name} {sizes}")
+
+
+@pytest.mark.parametrize("meaning", MEANINGS)
+def test_orders(meaning):
+    """Rows of few and of many elements, one row and several; which elements are equal does not depend on rounding."""
+    b, made = Builder(), []
+    for shape in ((None,), (None, 5), (3, 300), (None, None)):
+        x = b.param(shape, "int32")
+        made.append(b.order(x))
+    graph = b.finish(made, "orders")
+    (program,) = programs([graph], meaning)
+    for seed, size in enumerate((0, 1, 2, 7, 33, 260)):
+        inputs = [x % 7 for x in random_inputs(graph, seed, dict.fromkeys(graph.symbols, size))]
+        for w, g in zip(interp.run(graph, inputs), host.run(program, inputs, EACH), strict=True):
+            np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("op", ["segment", "search"])
+def test_no_block_computes_a_table_that_may_be_long(op):
+    """A row of it that is looked up is made by another kernel, unless there are few of them."""
+    for size, alone in ((None, True), (9, False)):
+        b = Builder()
+        x, starts = b.param((size, 4), "float32"), b.param((None,), "int32")
+        total = b.reduce("sum", x, [1])
+        found = b.segment("max", total, starts) if op == "segment" else b.search(total, b.cast(starts, "float32"))
+        graph = b.finish([found, total], op)
+        if alone:
+            with pytest.raises(Unschedulable, match="would compute all of"):
+                build(whole(graph), CUDA)
+        else:
+            assert build(whole(graph), CUDA).parts
 
 
 @pytest.mark.skipif(len(MEANINGS) == 1, reason="threads are run on x86-64 only")

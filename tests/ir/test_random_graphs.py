@@ -43,7 +43,7 @@ def perturbed(graph, inputs, rng):
         if n in values:
             continue
         x = evaluate(n, [values[i] for i in n.inputs], env)
-        picks = n.op == "reduce" and n.attrs["kind"] in ("max", "min")
+        picks = n.op in ("reduce", "segment") and n.attrs["kind"] in ("max", "min")
         if n.dtype in EPS and n.op not in _EXACT_OPS and not picks:
             wide = x.astype(np.float64)
             whole = wide == np.round(wide)  # sums of whole numbers are exact in every implementation

@@ -261,3 +261,21 @@ def test_the_shape_of_a_pooled_image_is_computed_where_its_gradient_reads_it():
     by_name = {n.name: n for n in out.node}
     pooled = next(n for n in out.node if n.op == "AvgPoolGrad")
     assert by_name[pooled.input[0].split(":")[0]].op == "Shape"
+
+
+def test_folds_by_index_join_on_a_gpu_only():
+    """On a CPU TensorFlow's kernels do less work."""
+    def model():
+        x, ids = v1.placeholder(tf.float32, [None, 8], name="x"), v1.placeholder(tf.int32, [None], name="ids")
+        rows = tf.math.unsorted_segment_mean(tf.tanh(x), ids, 5)
+        values, places = tf.math.top_k(tf.nn.softmax(rows), 2)
+        tf.exp(values - tf.cast(places, tf.float32), name="y")
+
+    graph, out, report = for_gpu(model)
+    assert len(stitched(out)) == 1 and not [n for g in report.graphs for n in g.left]
+    _, _, report = for_gpu(model, Options(target="host", levels=()))
+    left = {n.op: n.reason for g in report.graphs for n in g.left}
+    assert left["UnsortedSegmentSum"] == "op UnsortedSegmentSum is taken on a GPU only"
+    assert left["TopKV2"] == "op TopKV2 is taken on a GPU only"
+    feeds = {"x:0": np.arange(48, dtype=np.float32).reshape(6, 8) % 5, "ids:0": np.array([0, 4, 4, -1, 2, 0], np.int32)}
+    np.testing.assert_allclose(run(out, ["y:0"], feeds)[0], run(graph, ["y:0"], feeds)[0], rtol=1e-5)

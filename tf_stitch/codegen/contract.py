@@ -30,6 +30,11 @@ def value(e: StageEmitter, node: Node, index: Index) -> str | Product:
     return {"dot": _dot, "conv": _conv, "conv_filter": _conv_filter, "window": _window}[node.op](e, node, index)
 
 
+def segment_value(e: StageEmitter, node: Node, index: Index, row: Dim) -> str:
+    """What a segment takes of one of its rows, at an index of the result."""
+    return evaluate(e, node.inputs[0], (row, *index[1:]))
+
+
 def finish(e: StageEmitter, node: Node, where: Index, folded: str) -> str:
     """The node's value from what its fold gave; a mean window divides by the places inside the input."""
     if node.op != "window" or node.attrs["kind"] != "mean":

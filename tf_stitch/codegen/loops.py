@@ -7,13 +7,15 @@ lanes join; a fold along other dims keeps an accumulator per lane.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 from ml_dtypes import finfo
 
+from ..errors import Unschedulable
 from ..ir import dims as D
+from ..ir.dims import Dim
 from ..ir.dtypes import DTYPES
 from ..ir.graph import Node
 from ..ir.ops import OPS
@@ -62,6 +64,10 @@ class Loops:
 
     def _choose_lane(self) -> int | None:
         """The loop along which most of what the stage touches is contiguous."""
+        if self.stage.kind == "order":  # the elements, or for one element those that it is compared with
+            return next((d for d in self.loops if d >= len(self.stage.shape) - 2), None)
+        if self.stage.kind == "segment":
+            return max((d for d in self.loops if d > 0), default=None)
         if self.stage.kind in ("scan", "arg") and not [d for d in self.loops if d not in self.stage.folded]:
             return None
         if not self.loops:
@@ -111,7 +117,7 @@ class Loops:
         others = [d for d in self.loops if d != self.lane and d not in self.stage.folded]
         rows = max(largest(D.product(self.box[d][1] for d in others)), 1)
         room = power_of_two(ext)
-        if self.stage.kind == "fold" and self.lane in self.stage.folded:
+        if self.stage.kind in ("fold", "order") and self.lane in self.stage.folded:
             return target.threads if rows == 1 and ext > 2 * target.lanes else min(room, target.lanes)
         few = target.threads // power_of_two(rows)  # few rows: more threads for each
         return min(room, max(few, target.lanes))
@@ -174,8 +180,8 @@ class Loops:
             return
         kept = [d for d in self.loops if d not in self.stage.folded]
         folded = [d for d in self.loops if d in self.stage.folded]
-        {"map": self._map, "fold": self._fold, "scan": self._in_order, "arg": self._in_order}[self.stage.kind](
-            kept, folded)
+        {"map": self._map, "fold": self._fold, "scan": self._in_order, "arg": self._in_order,
+         "segment": self._segment, "order": self._order}[self.stage.kind](kept, folded)
 
     def _map(self, kept: list[int], folded: list[int]) -> None:
         across = self._across()
@@ -502,6 +508,92 @@ class Loops:
         self.scopes.line(f"{c} {name}[TS_STRIP_ROOM({self.lanes})];")
         with self.lane_loop("", span):
             self.scopes.line(f"{name}[{slot}] = {start};")
+
+    # --- orders -------------------------------------------------------------------------------------
+
+    def _order(self, kept: list[int], folded: list[int]) -> None:
+        """Every element counts those that come before it, and is written to the place that this gives it.
+
+        A block has some elements of a row: the places that blocks write are different ones and all there are.
+        """
+        item = self.stage.items[0]
+        if item.space != OUT or self.stage.once:
+            raise Unschedulable(f"What '{item.node.origin or item.node}' writes must be in memory.")
+        fold, count = Fold("sum", item.node.dtype), self.e.fresh("a")
+        if self.lane is not None and self.lane not in folded:
+            self._order_lanes(item, fold, count, [d for d in kept if d != self.lane])
+            return
+        with self.rows(kept, self.lanes):
+            self._lines(fold.declare(count))
+            if self.lane is not None:
+                with self.lane_loop(fold.clauses(count)):
+                    self.scopes.line(fold.step(count, self._precedes(item.node)))
+                self._lines(fold.finish(count, self.lanes))
+            with self.scopes.block(f"TS_ONE({self.lanes})"):
+                self.scopes.line(self._put(item, fold.result(count)))
+
+    def _order_lanes(self, item: Item, fold: Fold, count: str, rows: list[int]) -> None:
+        """An element per lane; groups of threads that have no row of their own share the counting."""
+        split = not rows and 2 * self.lanes <= self.e.kernel.target.threads
+        compared = len(self.index) - 1
+        with nullcontext() if split else self.rows(rows, self.lanes), self._strip() as (span, slot):
+            self._lane_array(fold.type, count, fold.start, span, slot)
+            header = f"TS_SPLIT({self._range(compared)}, {self.lanes})" if split else ""
+            with self.serial(compared, header), self.lane_loop("", span, all_lanes=True):
+                self.scopes.line(fold.step_lane(f"{count}[{slot}]", self._precedes(item.node)))
+            if split:
+                self.scopes.line(f"TS_GATHER_SUM({count}, {self.lanes})")
+            with self.rows([], self.lanes) if split else nullcontext(), self.lane_loop("", span):
+                self.scopes.line(self._put(item, fold.result(f"{count}[{slot}]", lane=True)))
+
+    def _precedes(self, node: Node) -> str:
+        """Whether the element at the folded index comes before the one at hand, as a number."""
+        *row, here, there = self.index
+        key, other = (evaluate(self.e, node.inputs[0], (*row, i)) for i in (here, there))
+        earlier = f"{self.e.dim(there)} < {self.e.dim(here)}"
+        return f"({other} < {key} || ({other} == {key} && {earlier}))"
+
+    def _put(self, item: Item, place: str) -> str:
+        """Writes which element it is to the place that it has counted."""
+        *row, here, _ = self.index
+        name = self.e.index_variable(place, item.node.shape[-1])
+        return self.e.store(item.node, item.space, (*row, name), f"{compute_type(item.node.dtype)}({self.e.dim(here)})")
+
+    # --- segments -----------------------------------------------------------------------------------
+
+    def _segment(self, kept: list[int], folded: list[int]) -> None:
+        """The rows of a segment one after the other, in order: an accumulator per lane, or just one."""
+        item = self.stage.items[0]
+        fold = contract.fold_of(item.node)
+        acc = self.e.fresh("a")
+        if self.lane is None:
+            with self.rows(kept, 1):
+                self._lines(fold.declare(acc))
+                with self._segment_rows(item.node) as row:
+                    self._lines(fold.take(acc, contract.segment_value(self.e, item.node, self.index, row)))
+                self._store_fold(item, fold, fold.result(acc))
+            return
+        with self.rows([d for d in kept if d != self.lane], self.lanes), self._strip() as (span, slot):
+            self._lane_array(fold.type, acc, fold.start, span, slot)
+            with self._segment_rows(item.node) as row, self.lane_loop("", span, all_lanes=True):
+                value = contract.segment_value(self.e, item.node, self.index, row)
+                self.scopes.line(fold.step_lane(f"{acc}[{slot}]", value))
+            with self.lane_loop("", span):
+                self._store_fold(item, fold, fold.result(f"{acc}[{slot}]", lane=True))
+
+    @contextmanager
+    def _segment_rows(self, node: Node) -> Iterator[Dim]:
+        """A loop over the rows of the segment at hand; gives the row's index."""
+        x, starts = node.inputs
+        here = self.index[0]
+        rows = x.shape[0]
+        first, last = (evaluate(self.e, starts, (s,)) for s in (here, here + 1))
+        begin, end = self.e.fresh("k"), self.e.fresh("k")
+        for name, bound in ((begin, first), (end, last)):
+            self.scopes.line(f"const ts_idx {name} = ts_imin(ts_imax((ts_idx){bound}, 0), {self.e.dim(rows)});")
+        name = self.e.fresh("r")
+        with self.scopes.block(f"TS_SERIAL({name}, {begin}, {end} - {begin})", (f"ts_{name}",)):
+            yield D.symbol(f"ts_{name}", 0, rows - 1)
 
     # --- scans and arg reductions ---------------------------------------------------------------------
 

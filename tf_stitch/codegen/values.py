@@ -390,7 +390,23 @@ def _gather_nd(e: StageEmitter, node: Node, index: Index) -> str:
     return _gathered(e, node, conditions, list(params.shape[batch:batch + depth]), lambda: evaluate(e, params, place))
 
 
+def _search(e: StageEmitter, node: Node, index: Index) -> str:
+    """The place of a query in a sorted row, which is halved until one place is left."""
+    table, queries = node.inputs
+    batch, size = node.attrs["batch_dims"], table.shape[-1]
+    query = evaluate(e, queries, index)
+    low, high = e.fresh("k"), e.fresh("k")
+    e.scopes.line(f"ts_idx {low} = 0, {high} = {e.dim(size)};")
+    with e.scopes.block(f"while ({low} < {high})", conditional=True):
+        middle = e.index_variable(f"{low} + ({high} - {low}) / 2", size)
+        found = evaluate(e, table, (*index[:batch], middle))
+        less = f"{found} < {query}" if node.attrs["side"] == "left" else f"!({query} < {found})"
+        e.scopes.line(f"if ({less}) {low} = {e.dim(middle)} + 1; else {high} = {e.dim(middle)};")
+    return f"{compute_type(node.dtype)}({low})"
+
+
 _RULES: dict[str, Callable[[StageEmitter, Node, Index], str]] = {
     "const": _const, "shape_value": _shape_value, "iota": _iota, "cast": _cast, "bitcast": _bitcast,
     "select": _select, "pad": _pad, "concat": _concat, "gather": _gather, "gather_nd": _gather_nd,
+    "search": _search,
 }

@@ -85,6 +85,10 @@ def evaluations(node: Node, env: Mapping[str, int]) -> int:
     """How many elements are touched to compute a node once."""
     if node.op in ("reduce", "arg_reduce", "scan"):
         return value_of(node.inputs[0].size, env)
+    if node.op == "order":
+        return value_of(node.size, env) * value_of(node.shape[-1], env)
+    if node.op == "segment":
+        return value_of(node.inputs[0].size, env) + value_of(node.size, env)
     if node.op == "dot":
         left, _ = node.attrs["contract"]
         return value_of(node.size, env) * value_of(D.product(node.inputs[0].shape[a] for a in left), env)

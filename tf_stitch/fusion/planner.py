@@ -32,7 +32,7 @@ from .partition import ALWAYS_FLOATING, Partition, Unit
 from .phases import connected, phases
 from .span import spans
 
-ALONE = frozenset({"conv", "conv_filter", "window"})  # library-sized work: a kernel of its own
+ALONE = frozenset({"conv", "conv_filter", "window", "order"})  # library-sized work: a kernel of its own
 DOT_INLINE_WORK = 64 * 64 * 64  # multiply-adds of one batch entry up to which a dot may join a group
 INDEXING = frozenset({"slice", "transpose", "reverse", "pad", "concat", "cast", "select"})
 SLACK = 1.15  # how much more computing a union of many units may do than the units do

@@ -182,6 +182,8 @@ def why_not(view: GraphView, n: NodeView, options: Options) -> str | None:
         return f"op {n.op} is in the option skip_ops"
     if lower.is_contraction(n.op) and not (options.on_gpu and lower.is_product(n.op)):
         return "a contraction stays TensorFlow's library call on this target"
+    if lower.needs_gpu(n.op) and not options.on_gpu:
+        return f"op {n.op} is taken on a GPU only"
     if devices.is_gpu(n.device) and not options.on_gpu:
         return f"it is placed on {n.device} and the target is the host"
     if devices.is_cpu(n.device) and options.on_gpu and n.op not in SHAPE_OPS:  # these read no data

@@ -311,6 +311,20 @@ class Builder:
         agreed = self._agree([x.shape[:batch], y.shape[:batch]], f"{self.origin}: batch dims agree")
         return self._fit(x, agreed + x.shape[batch:]), self._fit(y, agreed + y.shape[batch:])
 
+    def order(self, keys: Node, dtype: str = "int32") -> Node:
+        """The places that elements of the last dim come from when they are put in ascending order; a stable sort."""
+        return self._make("order", [keys], {}, (), dtype)
+
+    def search(self, table: Node, queries: Node, side: str = "left", batch_dims: int = 0,
+               dtype: str = "int32") -> Node:
+        """How many elements of each query's row of a sorted table are less ("left"), or less or equal ("right")."""
+        table, queries = self._batched(table, queries, batch_dims)
+        return self._make("search", [table, queries], {"side": side, "batch_dims": batch_dims}, (), dtype)
+
+    def segment(self, kind: str, x: Node, starts: Node) -> Node:
+        """Row s of the result folds rows ``starts[s]`` to ``starts[s + 1]`` of ``x``."""
+        return self._make("segment", [x, starts], {"kind": kind})
+
     # --- reductions and products -------------------------------------------------------------------
 
     def reduce(self, kind: str, x: Node, axes: Sequence[int], keepdims: bool = False) -> Node:

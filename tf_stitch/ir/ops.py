@@ -20,6 +20,12 @@ Attrs by op (``Dim`` = int or symbolic):
                range gives (the error status, the nearest element, zero; clipping to an empty dim is the error)
                result = params.shape[:axis] + indices.shape[batch_dims:] + params.shape[axis+1:]
   gather_nd    inputs (params, indices); batch_dims:int, mode as gather
+  order        integers to integers: which elements of the last dim are at its places in ascending order, the first of
+               equal ones first
+  search       inputs (table, queries); side:"left"|"right", batch_dims:int: for each query, how many elements of its
+               row of the table (sorted along the last dim, the only one behind the batch dims) are less (or equal)
+  segment      inputs (x, starts); kind:"sum"|"prod"|"max"|"min": result row s folds the rows of x from starts[s] to
+               starts[s + 1] (clipped to what x has; none: the fold's identity)
   reduce       kind:"sum"|"prod"|"max"|"min"|"and"|"or"; axes:tuple[int] (sorted; dropped from the shape)
   arg_reduce   kind:"max"|"min"; axis:int           first index that beats the lowest (highest) finite number, else 0,
                so NaN never wins; an empty axis gives 0 (the importer rules it out: TensorFlow raises)

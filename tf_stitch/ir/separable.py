@@ -278,6 +278,27 @@ def _gather_nd(proof: _Proof, n: Node, operands: Operands) -> Iterable[Reading]:
     return [r for r in params & indices if r[0] < shared]
 
 
+@_rule("order")
+def _order(proof: _Proof, n: Node, operands: Operands) -> Iterable[Reading]:
+    return [r for r in operands[0] or () if r[0] != n.rank - 1]
+
+
+@_rule("search")
+def _search(proof: _Proof, n: Node, operands: Operands) -> Iterable[Reading]:
+    """In a table of all, or each row of queries in its own."""
+    table, queries = operands
+    if table is None:
+        return queries or ()
+    return [r for r in _all(operands) if r[0] < n.attrs["batch_dims"]]
+
+
+@_rule("segment")
+def _segment(proof: _Proof, n: Node, operands: Operands) -> Iterable[Reading]:
+    """Rows that are folded together must be those of one request."""
+    x, starts = operands
+    return [r for r in x or () if r[0] > 0] if starts is None else ()
+
+
 @_rule("reduce")
 def _reduce(proof: _Proof, n: Node, operands: Operands) -> Iterable[Reading]:
     gone = n.attrs["axes"]

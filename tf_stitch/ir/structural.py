@@ -12,7 +12,7 @@ from . import dims as D
 from .dims import Dim
 from .dtypes import DTYPES
 from .graph import Node
-from .opdef import ALL, CHEAP, EXPENSIVE, FREE, NUM, IRError, OpDef, Type, d_kind, register
+from .opdef import ALL, CHEAP, EXPENSIVE, FREE, INT, NUM, IRError, OpDef, Type, d_kind, register
 
 Inputs = Sequence[Node]
 Attrs = Mapping[str, Any]
@@ -283,6 +283,36 @@ def _eval_gather_nd(arrays, attrs, shape, dtype):
     return np.where(keep, out, np.zeros((), x.dtype)).reshape(shape)
 
 
+def _order(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
+    _check(inputs[0].rank >= 1, f"{inputs[0]!r} has no last dim to put in order.")
+    return inputs[0].shape, _integer_result(want)
+
+
+def _search(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
+    table, queries = inputs
+    batch = attrs["batch_dims"]
+    _check(attrs["side"] in ("left", "right"), f"side '{attrs['side']}' is neither left nor right.")
+    _check(table.dtype == queries.dtype, f"{table!r} and {queries!r} differ in dtype.")
+    _check(batch == table.rank - 1 and batch <= queries.rank, f"batch_dims {batch} do not fit {table!r}, {queries!r}.")
+    _check(table.shape[:batch] == queries.shape[:batch], f"the batch dims of {table!r} and {queries!r} differ.")
+    return queries.shape, _integer_result(want)
+
+
+def _eval_search(arrays, attrs, shape, dtype):
+    """Halves the range that a place is in, as std::lower_bound and std::upper_bound do, also where there is NaN."""
+    table, queries = arrays
+    lead, size = table.shape[:-1], table.shape[-1]
+    count = int(np.prod(lead, dtype=np.int64))
+    rows, q = table.reshape(count, size), queries.reshape(count, int(np.prod(shape[len(lead):], dtype=np.int64)))
+    low, high = np.zeros(q.shape, np.int64), np.full(q.shape, size, np.int64)
+    while (left := low < high).any():
+        middle = low + (high - low) // 2
+        x = np.take_along_axis(rows, np.minimum(middle, size - 1), axis=1)
+        up = left & (x < q if attrs["side"] == "left" else ~(q < x))
+        low, high = np.where(up, middle + 1, low), np.where(left & ~up, middle, high)
+    return low.astype(DTYPES[dtype].numpy).reshape(shape)
+
+
 # --- reductions ------------------------------------------------------------------------------------
 
 _REDUCERS: dict[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]] = {
@@ -330,6 +360,29 @@ def _eval_reduce(arrays, attrs, shape, dtype):
     with np.errstate(all="ignore"):
         kwargs = {"dtype": np.float64 if d.is_float else d.numpy} if kind in ("sum", "prod") else {}
         return np.asarray(_REDUCERS[kind][1](_accumulate(x), axis=axes, **kwargs)).astype(d.numpy)
+
+
+def _segment(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
+    x, starts = inputs
+    _check(attrs["kind"] in ("sum", "prod", "max", "min"), f"kind '{attrs['kind']}' is none of sum, prod, max, min.")
+    _check(x.rank >= 1 and starts.rank == 1, f"{x!r} needs rows, {starts!r} one dim.")
+    _check(DTYPES[starts.dtype].is_integer, f"the starts {starts!r} are no integers.")
+    return (starts.shape[0] - 1, *x.shape[1:]), x.dtype
+
+
+def _eval_segment(arrays, attrs, shape, dtype):
+    x, starts = arrays
+    kind, d = attrs["kind"], DTYPES[dtype]
+    out = np.full(shape, identity(kind, dtype)[()], d.numpy)
+    if out.size == 0:
+        return out
+    starts, wide = np.clip(starts.astype(np.int64), 0, len(x)), _accumulate(x)
+    with np.errstate(all="ignore"):
+        for s, (begin, end) in enumerate(itertools.pairwise(starts)):
+            if begin < end:
+                kwargs = {"dtype": wide.dtype} if kind in ("sum", "prod") else {}
+                out[s] = _REDUCERS[kind][1](wide[begin:end], axis=0, **kwargs).astype(d.numpy)
+    return out
 
 
 def _arg_reduce(inputs: Inputs, attrs: Attrs, want: Type) -> Type:
@@ -529,6 +582,11 @@ for _row in [
     ("concat", None, _concat, lambda a, attrs, shape, dtype: np.concatenate(a, attrs["axis"]), CHEAP, ALL, ("axis",)),
     ("gather", 2, _gather, _eval_gather, CHEAP, ALL, ("axis", "batch_dims", "mode")),
     ("gather_nd", 2, _gather_nd, _eval_gather_nd, CHEAP, ALL, ("batch_dims", "mode")),
+    ("order", 1, _order,
+     lambda a, attrs, shape, dtype: np.argsort(a[0], axis=-1, kind="stable").astype(DTYPES[dtype].numpy),
+     EXPENSIVE, INT, ()),
+    ("search", 2, _search, _eval_search, EXPENSIVE, NUM, ("side", "batch_dims")),
+    ("segment", 2, _segment, _eval_segment, EXPENSIVE, NUM, ("kind",)),
     ("reduce", 1, _reduce, _eval_reduce, EXPENSIVE, ALL, ("kind", "axes")),
     ("arg_reduce", 1, _arg_reduce, _eval_arg_reduce, EXPENSIVE, ALL, ("kind", "axis")),
     ("scan", 1, _scan, _eval_scan, EXPENSIVE, NUM, ("kind", "axis", "exclusive", "reverse")),

@@ -31,6 +31,7 @@ IDLE = 0.25  # blocks that leave all multiprocessors idle but one would have to 
 OPS_PER_NS = 100  # element operations that a multiprocessor of a GPU does in a nanosecond
 STREAM = 40  # bytes that a multiprocessor of a GPU reads in a nanosecond
 ACROSS = 8  # elements along both sides of a transpose from which on staging it pays
+TABLES = frozenset({"segment", "search"})  # ops that read their first operand at any index
 LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
 
 
@@ -57,6 +58,7 @@ class Attempt:
         self.crossing = {n for n in nodes if self._crosses(n)} if target.has_threads else set()
         self.kept |= self.crossing
         self.part = self._fit()
+        self._refuse_long_tables()
 
     # --- boxes --------------------------------------------------------------------------------------
 
@@ -92,6 +94,21 @@ class Attempt:
             return False
         box = self.boxes[n]
         return min(guess(box[-1][1]), guess(box[n.attrs["perm"].index(n.rank - 1)][1])) >= ACROSS
+
+    def _refuse_long_tables(self) -> None:
+        """A block that looks rows up may not have to compute all there are of them, when these may be many."""
+        seen: set[Node] = set()
+        stack = [n for n in self.nodes if n.op in TABLES]
+        stack += [n.inputs[0] for n in stack]
+        while stack:
+            n = stack.pop()
+            if n in seen or n not in self.members:
+                continue
+            seen.add(n)
+            if n not in self.kept:
+                stack.extend(n.inputs if n.op not in TABLES else ())
+            elif not all(isinstance(D.upper(extent), int) for _, extent in self.boxes[n]):
+                raise Unschedulable(f"A block would compute all of '{n.origin or n}'; split the group.")
 
     # --- stages -------------------------------------------------------------------------------------
 

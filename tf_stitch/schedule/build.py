@@ -11,7 +11,7 @@ from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..ir.graph import Node, Shape
 from . import rules
-from .attempt import Attempt
+from .attempt import TABLES, Attempt
 from .collapse import collapse
 from .domain import domain
 from .group import Group
@@ -28,6 +28,7 @@ SMALL_TIME = 200_000  # unless it takes less than this many element operations, 
 MANY_NODES = 100  # of a part; then only tiles are tried that are likely to be good
 FEW_TILES = 2  # that are tried for products besides those made for them
 A_LOAD = 4  # elements of a thread's widest access: with fewer blocks, rows would wait for each other in a loop
+LOOKED_UP = 16  # elements, in the time that a row is looked up and folded: each load waits for the one before
 GOOD_ENOUGH = 1.2  # a tile that computes at most this many times the least work ends the search
 
 Known = dict[Hashable, Tile | str]  # the best tile of parts alike, or why they have none
@@ -220,6 +221,8 @@ def _alike(nodes: Sequence[Node], outputs: Sequence[Node], primary: Node) -> Has
 
 
 def _folded_work(node: Node) -> int:
+    if node.op in TABLES:
+        return LOOKED_UP * guess(node.size)
     return guess(D.product(domain(node, rules.full(node.shape)).shape)) if node.op in HEAVY else guess(node.size)
 
 

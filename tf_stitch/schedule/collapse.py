@@ -136,6 +136,12 @@ def _named_dims(n: Node) -> Iterable[tuple[Node, int]]:
             for d in range(x.rank):
                 if d not in tied:
                     yield x, d
+    elif n.op == "order":
+        yield from ((x, x.rank - 1) for x in (n, *n.inputs))
+    elif n.op == "search":
+        yield n.inputs[0], n.inputs[0].rank - 1
+    elif n.op == "segment":
+        yield from ((x, 0) for x in (n, *n.inputs))
     elif n.op == "arg_reduce":
         yield n.inputs[0], n.attrs["axis"]
     elif n.op == "iota":
@@ -270,6 +276,7 @@ def _dot(n: Node, segs: Segments, source: list[Segments]) -> dict[str, Any]:
 _ATTRS = {
     "broadcast": _broadcast, "transpose": _transpose, "slice": _slice, "pad": _pad, "concat": _axis, "scan": _axis,
     "iota": _axis, "gather": _gather, "gather_nd": _gather_nd, "dot": _dot,
+    "search": lambda n, segs, source: {**n.attrs, "batch_dims": len(source[0]) - 1},
     "reverse": lambda n, segs, source: {"axes": _at(segs, n.attrs["axes"])},
     "reduce": lambda n, segs, source: {**n.attrs, "axes": _at(source[0], n.attrs["axes"])},
     "arg_reduce": lambda n, segs, source: {**n.attrs, "axis": _one(source[0], n.attrs["axis"])},

@@ -19,10 +19,10 @@ class Domain:
     mapped: tuple[int, ...]
 
 
-def _extend(node: Node, box: Box, sizes: Shape) -> Domain:
+def _extend(node: Node, box: Box, sizes: Shape, kind: str = "fold") -> Domain:
     """Loops over the result, then over the contracted dims."""
     n = node.rank
-    return Domain("fold", (*node.shape, *sizes), (*box, *rules.full(sizes)), tuple(range(n, n + len(sizes))),
+    return Domain(kind, (*node.shape, *sizes), (*box, *rules.full(sizes)), tuple(range(n, n + len(sizes))),
                   tuple(range(n)))
 
 
@@ -37,6 +37,10 @@ def domain(node: Node, box: Box) -> Domain:
     if node.op == "scan":
         whole = rules.operand_boxes(node, box)[0]
         return Domain("scan", node.shape, whole, (node.attrs["axis"],), tuple(range(node.rank)))
+    if node.op == "order":  # every element is compared with all of its row
+        return _extend(node, box, node.shape[-1:], "order")
+    if node.op == "segment":
+        return Domain("segment", node.shape, box, (), tuple(range(node.rank)))
     if node.op == "dot":
         return _extend(node, box, tuple(node.inputs[0].shape[a] for a in node.attrs["contract"][0]))
     if node.op in ("conv", "conv_filter"):

@@ -39,7 +39,7 @@ class Stage:
     """A parallel loop over a box, by all threads of a block; a barrier follows.
 
     Attributes:
-      kind: "map", "fold" (reductions of any kind), "arg" or "scan".
+      kind: "map", "fold" (reductions of any kind), "arg", "scan", "segment" or "order".
       shape: sizes of the domain's dims; box: what the block covers of them.
       folded: domain dims that the stage reduces or scans over.
       once: numbers of axes along which only the first block does the work (others would write the same).

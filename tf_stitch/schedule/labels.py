@@ -18,6 +18,10 @@ def body_operands(item: Item) -> Sequence[tuple[Node, Labels]]:
         return [(item.body, identity)]
     if n.op in ("reduce", "arg_reduce", "scan"):
         return [(n.inputs[0], tuple(range(n.inputs[0].rank)))]
+    if n.op == "order":
+        return [(n.inputs[0], identity), (n.inputs[0], (*identity[:-1], n.rank))]
+    if n.op == "segment":
+        return [(n.inputs[0], (None, *identity[1:])), (n.inputs[1], (None,))]
     if n.op in ("conv", "conv_filter", "window"):
         return [(x, (None,) * x.rank) for x in n.inputs]
     return dot_operands(n) if n.op == "dot" else operand_labels(n, identity)

@@ -242,6 +242,20 @@ def _gather_nd_box(node: Node, box: Box) -> list[Box]:
     return [params_box, (*box[:lead], (0, depth))]
 
 
+def _order_box(node: Node, box: Box) -> list[Box]:
+    return [(*box[:-1], (0, node.shape[-1]))]
+
+
+def _search_box(node: Node, box: Box) -> list[Box]:
+    batch = node.attrs["batch_dims"]
+    return [(*box[:batch], (0, node.inputs[0].shape[-1])), box]
+
+
+def _segment_box(node: Node, box: Box) -> list[Box]:
+    x = node.inputs[0]
+    return [((0, x.shape[0]), *box[1:]), ((box[0][0], box[0][1] + 1),)]
+
+
 def _reduce_box(node: Node, box: Box) -> list[Box]:
     source, axes = node.inputs[0].shape, reduced_axes(node)
     kept = iter(box)
@@ -316,7 +330,8 @@ _BOXES: dict[str, Callable[[Node, Box], list[Box]]] = {
     "broadcast": lambda n, b: [tuple(b[a] for a in n.attrs["axes"])],
     "transpose": lambda n, b: [tuple(b[n.attrs["perm"].index(d)] for d in range(n.rank))],
     "reshape": _reshape_box, "slice": _slice_box, "reverse": _reverse_box, "pad": _pad_box, "concat": _concat_box,
-    "gather": _gather_box, "gather_nd": _gather_nd_box, "reduce": _reduce_box, "arg_reduce": _reduce_box,
+    "gather": _gather_box, "gather_nd": _gather_nd_box, "order": _order_box, "search": _search_box,
+    "segment": _segment_box, "reduce": _reduce_box, "arg_reduce": _reduce_box,
     "scan": _scan_box, "dot": _dot_box, "conv": _conv_box, "conv_filter": _conv_filter_box,
     "window": _window_box,
 }
@@ -396,6 +411,10 @@ def _gather_nd_ties(node: Node) -> list[Tie]:
     return ties + [(0, d, d - batch - depth + lead) for d in range(batch + depth, params.rank)]
 
 
+def _search_ties(node: Node) -> list[Tie]:
+    return [(0, d, d) for d in range(node.attrs["batch_dims"])] + [(1, d, d) for d in range(node.rank)]
+
+
 def _dot_ties(node: Node) -> list[Tie]:
     (lb, rb), _ = node.attrs["batch"], node.attrs["contract"]
     lfree, rfree = dot_axes(node)
@@ -409,6 +428,8 @@ _TIES: dict[str, Callable[[Node], list[Tie]]] = {
     "transpose": lambda n: [(0, p, d) for d, p in enumerate(n.attrs["perm"])],
     "reshape": _reshape_ties, "slice": _unchanged_ties, "reverse": _unchanged_ties, "pad": _unchanged_ties,
     "concat": _unchanged_ties, "scan": _unchanged_ties, "gather": _gather_ties, "gather_nd": _gather_nd_ties,
+    "order": lambda n: [(0, d, d) for d in range(n.rank - 1)], "search": _search_ties,
+    "segment": lambda n: [(0, d, d) for d in range(1, n.rank)],
     "reduce": _reduce_ties, "arg_reduce": _reduce_ties, "dot": _dot_ties,
     "conv": lambda n: [(0, 0, 0)], "conv_filter": lambda n: [(1, n.rank - 1, 0)],
     "window": lambda n: [(0, 0, 0), (0, n.rank - 1, n.rank - 1)],

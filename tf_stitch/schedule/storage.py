@@ -13,10 +13,11 @@ from ..ir.graph import Node
 from ..ir.ops import EXPENSIVE, OPS
 from .rules import VIEWS
 
-HEAVY = frozenset({"reduce", "arg_reduce", "scan", "dot", "conv", "conv_filter", "window"})
+HEAVY = frozenset({"order", "segment", "reduce", "arg_reduce", "scan", "dot", "conv", "conv_filter", "window"})
 SOURCES = frozenset({"param", "const", "iota", "shape_value"})
 _WEIGHT = {"gather": 4, "gather_nd": 6, "pad": 2, "concat": 2, "cast": 1, "bitcast": 0, "select": 1, "reduce": 1,
-           "dot": 2, "conv": 3, "conv_filter": 3, "window": 3, "scan": 8, "arg_reduce": 4}
+           "dot": 2, "conv": 3, "conv_filter": 3, "window": 3, "scan": 8, "arg_reduce": 4, "order": 4,
+           "search": 24, "segment": 8}
 TALL = 8  # pieces of a concat from which on each element's piece is no longer found by conditions
 KEEP_WEIGHT = 8  # recomputing less than this in another stage is cheaper than a trip through shared memory
 

@@ -10,6 +10,7 @@ from . import (  # noqa: F401  (they fill the tables)
     nn,
     quantise,
     reduction,
+    segments,
     shape,
     transposed,
 )
@@ -23,10 +24,11 @@ from .registry import (
     is_metadata,
     is_product,
     lower,
+    needs_gpu,
     needs_value,
     symbolic,
     why_not,
 )
 
 __all__ = ["INEXACT", "REGISTRY", "SYMBOLIC", "Lowering", "is_contraction", "is_literal", "is_metadata",
-           "is_product", "lower", "needs_value", "symbolic", "why_not"]
+           "is_product", "lower", "needs_gpu", "needs_value", "symbolic", "why_not"]

@@ -37,6 +37,7 @@ class Lowering:
       values, statics: input indices (negative: from the end) that are shape-like, or must be constants.
       kinds: element kinds that input 0 (or output 0, without inputs) may have.
       check: says why a node cannot be lowered, from its attrs and static shapes alone.
+      on_gpu: on a CPU TensorFlow's kernel does less work than the lowering would.
     """
 
     op: str
@@ -45,6 +46,7 @@ class Lowering:
     statics: tuple[int, ...] = ()
     kinds: frozenset[str] = ALL
     check: Check | None = None
+    on_gpu: bool = False
 
 
 REGISTRY: dict[str, Lowering] = {}
@@ -79,11 +81,11 @@ INEXACT = frozenset({"BroadcastGradientArgs"})
 
 
 def lower(*ops: str, values: tuple[int, ...] = (), statics: tuple[int, ...] = (), kinds: frozenset[str] = ALL,
-          check: Check | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+          check: Check | None = None, on_gpu: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function as the lowering of the given op types."""
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
         for op in ops:
-            REGISTRY[op] = Lowering(op, fn, values, statics, kinds, check)
+            REGISTRY[op] = Lowering(op, fn, values, statics, kinds, check, on_gpu)
         return fn
 
     return add
@@ -115,6 +117,12 @@ def is_contraction(op_type: str) -> bool:
 def is_product(op_type: str) -> bool:
     """True for contractions that a GPU program computes itself."""
     return op_type in PRODUCTS
+
+
+def needs_gpu(op_type: str) -> bool:
+    """True for ops that are taken on a GPU only."""
+    entry = REGISTRY.get(op_type)
+    return entry is not None and entry.on_gpu
 
 
 def is_metadata(op_type: str) -> bool:
