@@ -15,6 +15,7 @@ from tests.codegen.support import compile_kernels, kernel_of
 from tests.ir_graphs import random_case
 from tf_stitch.codegen import HOST_FLAGS, emit, level_flags, translation_unit
 from tf_stitch.errors import Unschedulable
+from tf_stitch.ir import dims as D
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.dtypes import DTYPES
@@ -417,3 +418,11 @@ def test_a_long_chain_needs_no_recursion():
         kernel = kernel_of(graph, target)
         inputs = draw(graph, {str(x.shape[0]): 3}, seed=1)
         check(graph, inputs, 1e-5, compile_kernels([kernel], optimize="-O1"), kernel)
+
+
+def test_an_order_takes_many_long_rows():
+    """Pairs of elements need no numbers: only the elements must have some of 32 bits."""
+    b = Builder()
+    x = b.param((None, 1000), "int32", "x")
+    kernel = kernel_of(b.finish([b.order(x)], "order"), CUDA)
+    assert [D.to_text(d) for d in kernel.limits] == [D.to_text(x.shape[0] * 1000)]

@@ -105,6 +105,8 @@ def test_many_indices_stay_tensorflows():
         evaluated(build, x, ids, unknown=False)
     with pytest.raises(interp.GuardFailed):
         evaluated(build, x, ids)
+    with pytest.raises(ImportFailed, match="may take many indices"):
+        evaluated(lambda x, i: raw.UnsortedSegmentSum(data=x, segment_ids=i, num_segments=n), x, ids)
 
 
 SCATTERS = [((5, 3), (4,), 1), ((5, 3), (2, 2), 2), ((4,), (6,), 1), ((3, 4, 2), (5,), 2), ((4, 2), (0,), 1),

@@ -151,7 +151,7 @@ class KernelEmitter:
     def _sizes(self) -> list[Dim]:
         """How many elements there are to count, of every tensor and every fold's domain."""
         nodes = {*self.inputs, *self.outputs, *self.schedule.members}
-        folded = [s.shape for p in self.schedule.parts for s in p.stages]
+        folded = [s.shape for p in self.schedule.parts for s in p.stages if s.kind != "order"]  # no pairs are numbered
         return [n.size for n in nodes] + [D.product(s) for s in folded]
 
     def _small(self) -> bool:

@@ -526,8 +526,9 @@ class Loops:
         with self.rows(kept, self.lanes):
             self._lines(fold.declare(count))
             if self.lane is not None:
-                with self.lane_loop(fold.clauses(count)):
-                    self.scopes.line(fold.step(count, self._precedes(item.node)))
+                for span, sign in self._compared():
+                    with self.lane_loop(fold.clauses(count), span):
+                        self.scopes.line(fold.step(count, self._precedes(item.node, sign)))
                 self._lines(fold.finish(count, self.lanes))
             with self.scopes.block(f"TS_ONE({self.lanes})"):
                 self.scopes.line(self._put(item, fold.result(count)))
@@ -536,22 +537,33 @@ class Loops:
         """An element per lane; groups of threads that have no row of their own share the counting."""
         split = not rows and 2 * self.lanes <= self.e.kernel.target.threads
         compared = len(self.index) - 1
-        with nullcontext() if split else self.rows(rows, self.lanes), self._strip() as (span, slot):
-            self._lane_array(fold.type, count, fold.start, span, slot)
-            header = f"TS_SPLIT({self._range(compared)}, {self.lanes})" if split else ""
-            with self.serial(compared, header), self.lane_loop("", span, all_lanes=True):
-                self.scopes.line(fold.step_lane(f"{count}[{slot}]", self._precedes(item.node)))
+        with nullcontext() if split else self.rows(rows, self.lanes), self._strip() as (lanes, slot):
+            self._lane_array(fold.type, count, fold.start, lanes, slot)
+            for span, sign in self._compared():
+                span = f"{self._name(compared)}, {span}"
+                header = f"TS_SPLIT({span}, {self.lanes})" if split else f"TS_SERIAL({span})"
+                with self.serial(compared, header), self.lane_loop("", lanes, all_lanes=True):
+                    self.scopes.line(fold.step_lane(f"{count}[{slot}]", self._precedes(item.node, sign)))
             if split:
                 self.scopes.line(f"TS_GATHER_SUM({count}, {self.lanes})")
-            with self.rows([], self.lanes) if split else nullcontext(), self.lane_loop("", span):
+            with self.rows([], self.lanes) if split else nullcontext(), self.lane_loop("", lanes):
                 self.scopes.line(self._put(item, fold.result(f"{count}[{slot}]", lane=True)))
 
-    def _precedes(self, node: Node) -> str:
+    def _compared(self) -> list[tuple[str, str]]:
+        """Ranges of what the block's elements are compared with, and how: what lies before or behind all of them needs
+        one comparison."""
+        (first, many), (_, size) = self.box[-2:]
+        ranges = [(0, first, "<="), (first, many, ""), (first + many, size - first - many, "<")]
+        return [(f"{self.e.factor(start)}, {self.e.factor(extent)}", sign) for start, extent, sign in ranges
+                if extent != 0]
+
+    def _precedes(self, node: Node, sign: str) -> str:
         """Whether the element at the folded index comes before the one at hand, as a number."""
         *row, here, there = self.index
         key, other = (evaluate(self.e, node.inputs[0], (*row, i)) for i in (here, there))
-        earlier = f"{self.e.dim(there)} < {self.e.dim(here)}"
-        return f"({other} < {key} || ({other} == {key} && {earlier}))"
+        if sign:
+            return f"({other} {sign} {key})"
+        return f"({other} < {key} || ({other} == {key} && {self.e.dim(there)} < {self.e.dim(here)}))"
 
     def _put(self, item: Item, place: str) -> str:
         """Writes which element it is to the place that it has counted."""

@@ -29,7 +29,11 @@ WIDEST = 1 << 10  # elements of a row whose largest are wanted
 # --- segments --------------------------------------------------------------------------------------
 
 def _is_long(view: GraphView, node: NodeView) -> str | None:
-    known = math.prod(d for d in view.shape(node.inputs[1]) or () if d is not None)
+    """Where many segments are known, as of an embedding's gradient, many indices are likely."""
+    shape, count = view.shape(node.inputs[1]) or (), view.constant(node.inputs[2])
+    known = math.prod(d for d in shape if d is not None)
+    if known <= LONGEST and None in shape and count is not None and int(count) > LONGEST:
+        return f"op {node.op} may take many indices: how many is unknown, and there are more than {LONGEST} segments"
     return f"op {node.op} takes more than {LONGEST} indices" if known > LONGEST else None
 
 
