@@ -189,3 +189,11 @@ def test_dims_go_from_process_to_process():
 @example(-7, 2)
 def test_integers_divide_as_python_does(a, b):
     assert (D.floordiv(a, b), D.mod(a, b), D.ceildiv(a, b)) == (a // b, a % b, math.ceil(a / b))
+
+
+def test_nested_extremes_are_one():
+    """However they came about: a program that was read again has the same sizes."""
+    a, b, c = (D.symbol(name, 0) for name in "abc")
+    for fold in (D.dmax, D.dmin):
+        assert fold(a, b, c) == fold(fold(a, b), c) == fold(c, fold(b, a)) == fold(fold(a, c), fold(b, c))
+    assert D.dmax(D.dmax(a, 3), 5) == D.dmax(a, 5) and D.dmax(D.dmin(a, b), c) != D.dmax(a, b, c)

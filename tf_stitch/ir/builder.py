@@ -313,6 +313,8 @@ class Builder:
 
     def order(self, keys: Node, dtype: str = "int32") -> Node:
         """The places that elements of the last dim come from when they are put in ascending order; a stable sort."""
+        if keys.rank and keys.shape[-1] == 1:
+            return self.broadcast_to(self.const(0, dtype), keys.shape)
         return self._make("order", [keys], {}, (), dtype)
 
     def search(self, table: Node, queries: Node, side: str = "left", batch_dims: int = 0,

@@ -378,11 +378,19 @@ def ceildiv(a: Dim, b: Dim) -> Dim:
 
 
 @_memo
+def _parts_of(kind: str, d: Dim) -> tuple[Dim, ...]:
+    """What a dim is the extremum of; of others the dim itself."""
+    if isinstance(d, Expr) and len(d.terms) == 1 and d.terms[0][1] == 1 and len(d.terms[0][0]) == 1:
+        (atom, power), = d.terms[0][0]
+        if power == 1 and isinstance(atom, Func) and atom.kind == kind:
+            return atom.args
+    return (d,)
+
+
 def _extremum(kind: str, pick: Callable[..., int], dims: tuple[Dim, ...]) -> Dim:
     flat: list[Dim] = []
     for d in dims:
-        if d not in flat:
-            flat.append(d)
+        flat.extend(p for p in _parts_of(kind, d) if p not in flat)
     ints = [d for d in flat if isinstance(d, int)]
     rest: list[Dim] = [d for d in flat if not isinstance(d, int)]
     if ints:
