@@ -23,7 +23,7 @@ from .registry import ALL, INT, NUM, lower
 
 LONGEST = 1 << 15  # indices: counting takes the square of it, 0.2 ms on an H200
 LARGEST = 1 << 20  # elements of a tensor of which some rows are changed
-WIDEST = 1 << 10  # elements of a row whose largest are wanted
+WIDEST = 1 << 9  # elements of a row whose largest are wanted
 
 
 # --- segments --------------------------------------------------------------------------------------
