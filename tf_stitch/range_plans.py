@@ -38,7 +38,8 @@ Begin = Callable[[str], None]  # told of kernels' text
 Laid = tuple[Program, list[Kernel]]
 
 MANY_NODES = 200  # of a graph: fewer are planned before a process has started
-CORES_EACH = 4  # cores for each such process: compilers need most of them
+FEW_CORES = 4  # with fewer, compilers need them all
+CORES_EACH = 2  # cores for each such process
 MOST_SENT = 64 << 20  # bytes of literals that a process is worth to be sent
 
 
@@ -153,7 +154,7 @@ class _Helpers:
 def _worth_helpers(graph: Graph) -> bool:
     nodes = graph.nodes()
     sent = sum(v.nbytes for n in nodes for v in n.attrs.values() if isinstance(v, np.ndarray))
-    return (len(nodes) >= MANY_NODES and sent <= MOST_SENT and usable_cores() >= CORES_EACH
+    return (len(nodes) >= MANY_NODES and sent <= MOST_SENT and usable_cores() >= FEW_CORES
             and Path(sys.executable or "").name.startswith("python"))
 
 
@@ -177,6 +178,8 @@ class _Helper:
         try:
             assert self.process is not None and self.process.stdin and self.process.stdout
             self.process.stdin.write(self.job)
+            self.process.stdin.flush()
+            pickle.load(self.process.stdout)  # it has started
             while r := self.work.next():
                 pickle.dump(r, self.process.stdin)
                 self.process.stdin.flush()
@@ -208,6 +211,8 @@ def main() -> None:
 
 def _answer(source: BinaryIO, out: BinaryIO) -> None:
     graph, target, ranges = pickle.load(source)
+    pickle.dump("ready", out)
+    out.flush()
     while True:
         try:
             r = pickle.load(source)

@@ -34,7 +34,7 @@ def helped(monkeypatch):
         return takes_back(self, r)
 
     monkeypatch.setattr(range_plans, "MANY_NODES", 0)
-    monkeypatch.setattr(range_plans, "usable_cores", lambda: 2 * range_plans.CORES_EACH)
+    monkeypatch.setattr(range_plans, "usable_cores", lambda: range_plans.FEW_CORES)
     monkeypatch.setattr(range_plans._Helpers, "_take_back", waits)
 
 
@@ -70,11 +70,11 @@ def test_a_process_that_fails_is_made_up_for(helped, monkeypatch, tmp_path, capl
 
 def test_what_no_process_has_begun_is_planned_here(monkeypatch):
     monkeypatch.setattr(range_plans, "MANY_NODES", 0)
-    monkeypatch.setattr(range_plans, "usable_cores", lambda: range_plans.CORES_EACH)
+    monkeypatch.setattr(range_plans, "usable_cores", lambda: range_plans.FEW_CORES)
     graph = two_layers()
     found = variants.ranges(graph, CUDA)
     with range_plans._Helpers(graph, CUDA, found, lambda text: None) as helpers:
-        assert helpers.plan(found[-2]) is None  # the process is at the first, if anywhere
+        assert helpers.plan(found[-2]) is None  # the processes are at the first ones, if anywhere
         helpers.ended[found[0]].wait()
         made = helpers.plan(found[0])
     own = range_plans.plan_range(graph, CUDA, found[0], found)
