@@ -5,11 +5,13 @@ No GPU is needed: the program's kernels get the host's meaning, its library step
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.codegen.test_programs import EACH, MEANINGS
 from tests.ways_in.graphs import build, run, stitched
 from tf_stitch import compiler
 from tf_stitch.backend import host
@@ -100,10 +102,24 @@ def test_half_types(dtype, tolerance):
     agree(graph, feeds(4), outputs, node, serialize.loads(node.attr["program"].s), tolerance)
 
 
-def agree(graph, feeds, outputs, node, program, tolerance) -> None:
+@pytest.mark.parametrize("layers", [plain, strided, depthwise])
+@pytest.mark.parametrize("meaning", [m for m in MEANINGS if m != "host"])
+def test_thread_by_thread(layers, meaning, monkeypatch):
+    """A block's threads in several orders: where a barrier is missing, one of them is wrong."""
+    monkeypatch.setattr(host, "HOST_FLAGS", (*(f for f in host.HOST_FLAGS if f not in ("-O3", "-fopenmp-simd")), "-O1"))
+    graph, feeds, outputs = training_step(layers, None, "float32")
+    out, _ = rewrite(graph, Options(target="cuda:sm_90", keep=tuple(o[:-2] for o in outputs)))
+    (node,) = stitched(out)
+    program = serialize.loads(node.attr["program"].s)
+    by_threads = replace(program, code=host.compile_text(MEANINGS[meaning] + program.text))
+    for rows in (1, 3):
+        agree(graph, feeds(rows), outputs, node, by_threads, 2e-4, EACH)
+
+
+def agree(graph, feeds, outputs, node, program, tolerance, shards: int = 1) -> None:
     """The program's outputs are TensorFlow's."""
     inputs = [feeds[name if ":" in name else f"{name}:0"] for name in node.input if not name.startswith("^")]
-    got = host.run(program, inputs)
+    got = host.run(program, inputs, shards)
     for name, want in zip(outputs, run(graph, outputs, feeds), strict=True):
         found = [g for g in got if g.shape == want.shape and np.abs(g.astype(float) - want.astype(float)).max(
             initial=0) <= tolerance * max(1.0, np.abs(want.astype(float)).max())]
