@@ -116,10 +116,10 @@ def _ratios(rows: Sequence[serve_bench.Row]) -> Iterator[str]:
 
 
 def _also(policy: str, rows: Sequence[serve_bench.Row]) -> list[float]:
-    """Rates to compare latencies at: those that the others held, and where more than enough is served."""
-    best = {r.policy: r.outcome.offered_rps for r in rows if r.highest and r.outcome and r.policy in BASES}
-    goals = [WANTED[base] * rate for base, rate in best.items() if base in WANTED]
-    return [*best.values(), *([GOAL_MARGIN * max(goals)] if goals and policy in OURS else [])]
+    """Rates to compare our latencies at: those that the others held, and where more than enough is served."""
+    best = {r.policy: r.outcome.offered_rps for r in rows if r.highest and r.outcome and r.policy in WANTED}
+    goals = [WANTED[base] * rate for base, rate in best.items()]
+    return [*best.values(), *([GOAL_MARGIN * max(goals)] if goals else [])] if policy in OURS else []
 
 
 def _starts(text: str) -> dict[str, float]:
