@@ -86,6 +86,31 @@ def test_saved_model_is_stitched_once(session, tmp_path, monkeypatch):
         check(session.run(name, rows(2)), 3.0, rows(2))
 
 
+@pytest.mark.parametrize("damage", [
+    lambda f: f.write_bytes(f.read_bytes()[:-9]), lambda f: f.write_bytes(b""), lambda f: f.unlink(),
+    lambda f: f.write_bytes(bytes([*f.read_bytes()[:-9], f.read_bytes()[-9] ^ 1, *f.read_bytes()[-8:]]))])
+@pytest.mark.parametrize("file", ["saved_model.pb", "variables/variables.data-00000-of-00001", "tf_stitch.sha256"])
+def test_a_damaged_copy_in_the_cache_is_made_again(session, tmp_path, monkeypatch, file, damage):
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / "cache"))
+    folder = saved(scaled(3.0), tmp_path / "model")
+    session.add("a", folder)
+    (copy,) = (tmp_path / "cache" / "models").iterdir()
+    whole = {f: f.read_bytes() for f in copy.rglob("*") if f.is_file()}
+    damage(copy / file)
+    session.add("b", folder)
+    assert {f: f.read_bytes() for f in copy.rglob("*") if f.is_file()}.keys() == whole.keys()
+    assert (copy / "variables/variables.index").read_bytes() == whole[copy / "variables/variables.index"]
+    assert [f.name for f in copy.parent.iterdir()] == [copy.name]
+    check(session.run("b", rows(2)), 3.0, rows(2))
+
+
+def test_a_cache_folder_that_cannot_be_written(session, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / "file"))
+    session.add("a", saved(scaled(3.0), tmp_path / "model"))
+    check(session.run("a", rows(2)), 3.0, rows(2))
+
+
 @BOTH
 def test_several_inputs_types_and_signatures(session, tmp_path):
     class Model(tf.Module):
@@ -806,7 +831,7 @@ def test_variables_that_something_gathers_from_are_read_one_by_one(session):
 def stitched_meta(function, folder):
     """The MetaGraph of a function's stitched SavedModel."""
     save_function(function, folder / "m", None)
-    (meta,) = read(stitched_copy(folder / "m", NATIVE, "host", False, folder)).meta_graphs
+    (meta,) = read(stitched_copy(folder / "m", NATIVE, "host", False, folder, keep=False)).meta_graphs
     return meta
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _EXACT = frozenset({"neg", "abs", "sign", "max", "min", "floor", "ceil", "rint"})
 MANY_PIECES = 4  # of a concat, for which a table of their addresses pays
 DEEP = 32  # values inside each other, from which on what is further below is computed first: Python's stack is limited
+_SAME_PLACE = frozenset({"cast", "bitcast", "select"})  # read their operands where they are read, as elementwise ops do
 _SIGNED = {"add": "+", "sub": "-", "mul": "*"}  # unsigned arithmetic wraps, signed is undefined
 
 
@@ -48,7 +49,7 @@ def _operands(e: StageEmitter, node: Node, index: Index) -> list[Key]:
         return []
     if node.op in rules.VIEWS:
         return [(node.inputs[0], _seen(e, node, rules.VIEWS[node.op](node, index)))]
-    if not OPS[node.op].elementwise:
+    if not OPS[node.op].elementwise and node.op not in _SAME_PLACE:
         return []
     cdf = _normal_cdf(e, node, index)
     return [(x, index) for x in (node.inputs if cdf is None else [cdf.x, cdf.factor]) if x is not None]

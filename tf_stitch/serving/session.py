@@ -371,8 +371,7 @@ class StitchSession:
                 raise OptionError("A tenant's model is a SavedModel folder or a function, not a "
                                   f"{type(model).__name__}.")
             if source.stitch and not is_stitched(folder):
-                parent = own if callable(model) else None
-                folder = stitched_copy(folder, self._options, self._target, source.verify, parent)
+                folder = stitched_copy(folder, self._options, self._target, source.verify, own, not callable(model))
             return ServedModel(folder, key, device=device, signature=source.signature, config=self._config)
         finally:
             shutil.rmtree(own, ignore_errors=True)

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +12,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from .. import __version__, saved_model
+from .. import plans, saved_model
 from ..backend.cache import cache_folder
 from ..errors import OptionError, SavedModelError
 from ..options import Options
+
+DIGEST = "tf_stitch.sha256"  # of a copy in the cache folder: what its files were
 
 
 def save_function(function: Callable[..., Any], folder: Path, input_signature: Sequence[tf.TensorSpec] | None) -> None:
@@ -61,31 +65,72 @@ def _concrete(function: Any, input_signature: Sequence[tf.TensorSpec] | None) ->
     return function.get_concrete_function()
 
 
-def stitched_copy(source: Path, options: Options, target: str, verify: bool, parent: Path | None) -> Path:
-    """A stitched copy of a SavedModel: in ``parent``, else in the cache folder, where it is made only once.
+def stitched_copy(source: Path, options: Options, target: str, verify: bool, own: Path, keep: bool = True) -> Path:
+    """A stitched copy of a SavedModel.
 
-    Raises what rewrite_saved_model raises.
+    ``keep``: it is made only once, in the cache folder, and made again where it is not what it was.  Where it is not to
+    be kept, or that folder cannot be written, it lies in ``own``.  Raises what rewrite_saved_model raises.
     """
     if target != "auto":
         options = replace(options, target=target)
-    if parent is not None:
-        goal = parent / "stitched"
-    else:
-        goal = cache_folder() / "models" / _key(source, options, verify)
-    if (goal / saved_model.MODEL).is_file():
+    goal = cache_folder() / "models" / _key(source, options, verify)
+    if keep and _is_whole(goal):
         return goal
+    place = _new_folder(goal.parent) if keep else None
+    made = (place or own) / "stitched"
     try:
-        saved_model.rewrite_saved_model(source, goal, options=options, verify=verify)
-    except SavedModelError:
-        if not (goal / saved_model.MODEL).is_file():  # another process may have made it meanwhile
-            raise
+        saved_model.rewrite_saved_model(source, made, options=options, verify=verify)
+        if place is None:
+            return made
+        (made / DIGEST).write_text(_digest(made))
+        _put(made, goal, place / "damaged")
+    finally:
+        if place is not None:
+            shutil.rmtree(place, ignore_errors=True)
     return goal
+
+
+def _new_folder(parent: Path) -> Path | None:
+    """A folder to make something in that moves to ``parent``; None where that cannot be written."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".new", dir=parent))
+    except OSError:
+        return None
+
+
+def _put(made: Path, goal: Path, aside: Path) -> None:
+    """Moves a copy to its place, unless another process has made it meanwhile; what is damaged there goes aside."""
+    if goal.exists() and not _is_whole(goal):
+        goal.rename(aside)
+    try:
+        made.rename(goal)
+    except OSError as error:
+        if not _is_whole(goal):
+            raise SavedModelError(f"'{goal}' cannot be written: {error.strerror}.") from None
+
+
+def _is_whole(copy: Path) -> bool:
+    """True when a copy is there as it was made."""
+    try:
+        return (copy / DIGEST).read_text() == _digest(copy)
+    except (OSError, ValueError):
+        return False
+
+
+def _digest(copy: Path) -> str:
+    """A hash of a copy's files and their names."""
+    h = hashlib.sha256()
+    for path in sorted(p for p in copy.rglob("*") if p.is_file() and p != copy / DIGEST):
+        with path.open("rb") as f:
+            h.update(repr((os.fspath(path.relative_to(copy)), hashlib.file_digest(f, "sha256").hexdigest())).encode())
+    return h.hexdigest()
 
 
 def _key(source: Path, options: Options, verify: bool) -> str:
     from ..graph.devices import gpu_target
 
-    h = hashlib.sha256(repr((options, gpu_target(), verify, __version__, tf.__version__)).encode())
+    h = hashlib.sha256(repr((options, gpu_target(), verify, plans.sources(), tf.__version__)).encode())
     for path in sorted(p for p in source.rglob("*") if p.is_file()):
         stat = path.stat()
         h.update(repr((os.fspath(path.relative_to(source)), stat.st_size)).encode())
