@@ -413,10 +413,28 @@ def test_a_long_chain_needs_no_recursion():
         half = b.ew("mul", b.reverse(y, (1,)), 0.5)
         y = b.ew("mul", half, b.ew("erfc", b.ew("mul", y, -math.sqrt(0.5)))) if step % 50 == 0 else b.ew("sin", half)
         y = b.ew("add", y, x)
+    for _ in range(250):
+        y = b.ew("add", b.select(b.ew("gt", x, 0.1), b.cast(b.cast(y, "float64"), "float32"), x), x)
     graph = b.finish([y], "chain")
     for target in (HOST, CUDA):
         kernel = kernel_of(graph, target)
         inputs = draw(graph, {str(x.shape[0]): 3}, seed=1)
+        check(graph, inputs, 1e-5, compile_kernels([kernel], optimize="-O0"), kernel)
+
+
+def test_conditions_do_not_nest_without_end():
+    """Rows that are moved by one again and again, as in the recursion of a transducer's loss."""
+    b = Builder()
+    x = b.param((None, 9), "float32", "x")
+    y, rows = x, x.shape[0]
+    for _ in range(120):
+        moved = b.concat([b.slice(y, (0, 0), (rows, 1)), b.slice(y, (0, 0), (rows, 8))], 1)
+        y = b.ew("add", b.ew("mul", moved, 0.5), x)
+    graph = b.finish([y], "moved")
+    for target in (HOST, CUDA):
+        kernel = kernel_of(graph, target)
+        assert len(kernel.text) < 300_000
+        inputs = draw(graph, {str(rows): 3}, seed=1)
         check(graph, inputs, 1e-5, compile_kernels([kernel], optimize="-O1"), kernel)
 
 
@@ -426,3 +444,16 @@ def test_an_order_takes_many_long_rows():
     x = b.param((None, 1000), "int32", "x")
     kernel = kernel_of(b.finish([b.order(x)], "order"), CUDA)
     assert [D.to_text(d) for d in kernel.limits] == [D.to_text(x.shape[0] * 1000)]
+
+
+def test_what_is_read_twice_at_every_level_is_looked_at_once():
+    """2 ** 60 ways lead through this operand of a product."""
+    b = Builder()
+    x, w = b.param((None, 8), "float32", "x"), b.param((8, 8), "float32", "w")
+    y = x
+    for _ in range(60):
+        y = b.ew("mul", b.ew("max", y, 0.0), b.ew("min", y, 1.0))
+    graph = b.finish([b.dot(y, w, contract=((1,), (0,)))], "deep operand")
+    kernel = kernel_of(graph, CUDA)
+    inputs = draw(graph, {str(x.shape[0]): 3}, seed=1)
+    check(graph, inputs, 1e-5, compile_kernels([kernel], optimize="-O1"), kernel)

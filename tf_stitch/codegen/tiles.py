@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..ir import dims as D
 from ..ir.dims import Dim
-from ..ir.graph import Node
+from ..ir.graph import Node, topological
 from ..ir.ops import OPS
 from ..schedule import rules
 from ..schedule.labels import body_operands, operand_labels
@@ -165,14 +165,16 @@ def _cuts(loops: Loops, along: int) -> list[Dim]:
 
 def _pieces(loops: Loops, x: Node, axis: int) -> Iterator[Dim]:
     """Where the pieces begin of what is concatenated along an axis of ``x``."""
-    if loops.e.in_memory(x):
-        return
-    if x.op == "concat" and x.attrs["axis"] == axis:
-        yield from (s for s, p in zip(rules.concat_starts(x), x.inputs, strict=True) if p.shape[axis] != 0)
-    elif OPS[x.op].elementwise or x.op in ("cast", "concat"):
-        for y in x.inputs:
-            if y.rank == x.rank:
-                yield from _pieces(loops, y, axis)
+    def joins(n: Node) -> bool:
+        return n.op == "concat" and n.attrs["axis"] == axis and not loops.e.in_memory(n)
+
+    def behind(n: Node) -> list[Node]:
+        through = (OPS[n.op].elementwise or n.op in ("cast", "concat")) and not joins(n) and not loops.e.in_memory(n)
+        return [y for y in n.inputs if y.rank == n.rank] if through else []
+
+    for n in topological([x], behind):
+        if joins(n):
+            yield from (s for s, p in zip(rules.concat_starts(n), n.inputs, strict=True) if p.shape[axis] != 0)
 
 
 Side = tuple[str, int | None, int]  # the first row or column of a tile, its dim and how many there are

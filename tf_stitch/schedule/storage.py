@@ -19,6 +19,8 @@ _WEIGHT = {"gather": 4, "gather_nd": 6, "pad": 2, "concat": 2, "cast": 1, "bitca
            "dot": 2, "conv": 3, "conv_filter": 3, "window": 3, "scan": 8, "arg_reduce": 4, "order": 4,
            "search": 24, "segment": 8}
 TALL = 8  # pieces of a concat from which on each element's piece is no longer found by conditions
+CONDITIONAL = frozenset({"concat", "pad", "gather", "gather_nd"})
+NESTED = 24  # conditions inside each other, about: texts grow with the square of it
 KEEP_WEIGHT = 8  # recomputing less than this in another stage is cheaper than a trip through shared memory
 
 
@@ -72,6 +74,8 @@ class Storage:
         self.kept: set[Node] = {n for n in nodes if n in self.outputs or n.op in HEAVY}
         self._keep_before_broadcasts()
         self._keep_shared_work()
+        self.nested: set[Node] = set()  # below them, conditions would lie too deep in each other
+        self._keep_nested()
         self.tall: set[Node] = set()  # stacks of so many pieces that products cannot look for each element's
         if in_tiles:
             self._keep_stacks()
@@ -126,6 +130,18 @@ class Storage:
             if self._weight_to_kept(n) >= KEEP_WEIGHT:
                 self.kept.add(n)
 
+    def _keep_nested(self) -> None:
+        """Conditions (which piece of a concat, outside of a pad) do not lie in each other without end."""
+        depth: dict[Node, int] = {}
+        for n in self.nodes:
+            depth[n] = 0
+            if n not in self.kept:
+                depth[n] = max((depth.get(x, 0) for x in n.inputs), default=0) + (n.op in CONDITIONAL)
+            if depth[n] > NESTED:
+                depth[n] = 0
+                self.kept.add(n)
+                self.nested.add(n)
+
     def _keep_stacks(self) -> None:
         """A concat that a product reads across its pieces is put together first."""
         for n in self.nodes:
@@ -150,9 +166,17 @@ class Storage:
 
         What a broadcast repeats threads compute outside of their loops.
         """
-        if node in self.kept or node not in self.members or node.op == "broadcast":
-            return False
-        return node.op == "div" or weight(node) >= KEEP_WEIGHT or any(map(self._divides, node.inputs))
+        seen: set[Node] = set()
+        stack = [node]
+        while stack:
+            n = stack.pop()
+            if n in seen or n in self.kept or n not in self.members or n.op == "broadcast":
+                continue
+            if n.op == "div" or weight(n) >= KEEP_WEIGHT:
+                return True
+            seen.add(n)
+            stack.extend(n.inputs)
+        return False
 
     def droppable(self) -> list[Node]:
         """Kept values that may be computed again instead, in the order that seeds the shrinking.
@@ -164,7 +188,7 @@ class Storage:
             return work >= 12, len(self.users[n]), work
 
         free = [n for n in self.nodes
-                if n in self.kept and n not in self.outputs and n not in self.tall and n.op not in HEAVY]
+                if n in self.kept and n not in self.outputs | self.tall | self.nested and n.op not in HEAVY]
         return sorted(free, key=order)
 
     def order(self) -> list[Node]:
