@@ -447,13 +447,14 @@ def test_an_order_takes_many_long_rows():
 
 
 def test_what_is_read_twice_at_every_level_is_looked_at_once():
-    """2 ** 60 ways lead through this operand of a product."""
+    """2 ** 60 ways lead through this value."""
     b = Builder()
     x, w = b.param((None, 8), "float32", "x"), b.param((8, 8), "float32", "w")
     y = x
     for _ in range(60):
         y = b.ew("mul", b.ew("max", y, 0.0), b.ew("min", y, 1.0))
-    graph = b.finish([b.dot(y, w, contract=((1,), (0,)))], "deep operand")
-    kernel = kernel_of(graph, CUDA)
-    inputs = draw(graph, {str(x.shape[0]): 3}, seed=1)
-    check(graph, inputs, 1e-5, compile_kernels([kernel], optimize="-O1"), kernel)
+    for last in (b.dot(y, w, contract=((1,), (0,))), b.ew("add", y, y)):
+        graph = b.finish([last], "deep")
+        kernel = kernel_of(graph, CUDA)
+        inputs = draw(graph, {str(x.shape[0]): 3}, seed=1)[:len(graph.params)]
+        check(graph, inputs, 1e-5, compile_kernels([kernel], optimize="-O1"), kernel)

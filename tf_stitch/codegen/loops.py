@@ -17,7 +17,7 @@ from ..errors import Unschedulable
 from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.dtypes import DTYPES
-from ..ir.graph import Node
+from ..ir.graph import Node, topological
 from ..ir.ops import OPS
 from ..schedule.kernel_schedule import OUT, Item
 from ..schedule.labels import Labels, body_operands, operand_labels, reads
@@ -304,8 +304,12 @@ class Loops:
                 stack.append((item.body, index))
             elif OPS[n.op].elementwise:
                 stack.extend((x, index) for x in reversed(n.inputs))
+        looked_at: set[tuple[Node, Index]] = set()
         while stack and len(found) < LOADS:
             n, at = seen(self.e, *stack.pop())
+            if (n, at) in looked_at:
+                continue
+            looked_at.add((n, at))
             if self.e.in_memory(n) or n.op == "gather":
                 if self._is_given(n):
                     found[(n, at)] = None
@@ -316,9 +320,8 @@ class Loops:
 
     def _is_given(self, node: Node) -> bool:
         """True for what is computed of the kernel's inputs alone where it is read."""
-        if self.e.in_memory(node):
-            return node not in self.e.kernel.schedule.members
-        return all(map(self._is_given, node.inputs))
+        order = topological([node], lambda n: () if self.e.in_memory(n) else n.inputs)
+        return not any(self.e.in_memory(n) and n in self.e.kernel.schedule.members for n in order)
 
     def _folds(self, item: Item) -> bool:
         return item.node.op in HEAVY and item.body is item.node and not item.copy
