@@ -109,7 +109,7 @@ def test_cache_that_cannot_be_written(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(host, "CACHE", host.Cache("host", ".so"))
     for _ in range(2):
         assert host.compile_text(programs.TEXT)
-    assert [r.message for r in caplog.records if "cannot be written" in r.message] == [caplog.records[0].message]
+    assert len([r for r in caplog.records if "cannot be written" in r.message]) == 1
 
 
 def test_errors_of_the_compiler(cache, monkeypatch):
