@@ -56,6 +56,7 @@ class RangePlan:
 def lay_out(graph: Graph, target: Target, ranges: Sequence[Range], begin: Begin) -> Laid:
     """The program that has a plan for every range that is worth one, and its kernels."""
     *bounded, whole = ranges
+    begin = functools.cache(begin)  # of each text once: what is kept was begun when it arrived
     with _Helpers(graph, target, ranges, begin) as helpers:
         general = plan_range(graph, target, whole, ranges)
         kept = [(whole, general, _told(general, begin))]

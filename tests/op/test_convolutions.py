@@ -65,19 +65,23 @@ def never(x, *args):
     return tf.zeros([0] * x.shape.rank, x.dtype)
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_convolutions(dtype, variant):
-    program = programs.conv(dtype, **variant)
+def check_everywhere(program, dtype, meaning):
+    """A call alone in a program gives what it means: after serialising, by the host's runner and by the op."""
     assert serialize.loads(serialize.dumps(program)) == program
     f = tf.function(stitched(program, never), input_signature=specs_of(program), autograph=False)
     for batch in (2, 1, 0):
         xs = operands(program, batch)
-        want = convolved(program, *xs).astype(DTYPES[dtype])
+        want = meaning(program, *xs).astype(DTYPES[dtype])
         np.testing.assert_array_equal(host.run(program, xs)[0], want)
         got, ran, _ = counted(lambda xs=xs: f(*xs))
         assert ran == 1
         np.testing.assert_array_equal(got.numpy(), want)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_convolutions(dtype, variant):
+    check_everywhere(programs.conv(dtype, **variant), dtype, convolved)
 
 
 GRADIENTS = [v for v in VARIANTS if not {"bias", "residual", "relu"} & set(v)] + [
@@ -89,16 +93,7 @@ GRADIENTS = [v for v in VARIANTS if not {"bias", "residual", "relu"} & set(v)] +
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("variant", GRADIENTS, ids=str)
 def test_gradients_by_the_filter(dtype, variant):
-    program = programs.conv(dtype, gradient=True, **variant)
-    assert serialize.loads(serialize.dumps(program)) == program
-    f = tf.function(stitched(program, never), input_signature=specs_of(program), autograph=False)
-    for batch in (2, 1, 0):
-        xs = operands(program, batch)
-        want = filter_gradient(program, *xs).astype(DTYPES[dtype])
-        np.testing.assert_array_equal(host.run(program, xs)[0], want)
-        got, ran, _ = counted(lambda xs=xs: f(*xs))
-        assert ran == 1
-        np.testing.assert_array_equal(got.numpy(), want)
+    check_everywhere(programs.conv(dtype, gradient=True, **variant), dtype, filter_gradient)
 
 
 def test_nan_passes_relu():

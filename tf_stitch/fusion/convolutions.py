@@ -20,13 +20,13 @@ from itertools import pairwise
 from ..ir import dims as D
 from ..ir.builder import Builder
 from ..ir.dims import Dim
+from ..ir.dtypes import WIDE
 from ..ir.graph import Graph, Node
 from .call import DTYPES, TINY_WORK, LibraryCall, repeated_vector, through_views, without_relu
+from .partition import ALWAYS_FLOATING
 
 MIN_GROUP_CHANNELS = 8  # fewer channels in a group are no work for a library
 CALL_DTYPES = DTYPES - {"float64"}  # of the library's own convolutions
-COMPUTED_BY_READERS = frozenset({"const", "iota", "shape_value", "broadcast"})
-WIDE = {"float16": "float32", "bfloat16": "float32"}
 SCALED_DTYPE = "float32"  # a scaled filter of a half type would be rounded once more
 
 
@@ -175,7 +175,7 @@ def _in_memory(x: Node) -> Node:
     source = x
     while source.op == "reshape":
         source = source.inputs[0]
-    if source.op not in COMPUTED_BY_READERS:
+    if source.op not in ALWAYS_FLOATING:
         return x
     return Node("transpose", [x], {"perm": tuple(range(x.rank))}, x.shape, x.dtype, x.origin)
 

@@ -31,7 +31,7 @@ from ..ir.dtypes import DTYPES
 from ..options import Options
 from . import devices, lower
 from .control import CONTROL_FLOW, ENTER, EXIT, MERGE, NEXT, SWITCH, Context, Flow, contexts, is_back_edge
-from .view import GraphView, NodeView, op_def
+from .view import GraphView, NodeView, may_have_effects
 
 Tensor = tuple[str, int]
 
@@ -170,8 +170,7 @@ def _describe(view: GraphView, n: NodeView, options: Options) -> NodeInfo:
 
 
 def _is_pure(n: NodeView) -> bool:
-    signature = op_def(n.op)
-    return not (n.is_arg or n.op in PLUMBING - {"Const"} or signature is None or signature.is_stateful)
+    return not (n.is_arg or n.op in PLUMBING - {"Const"} or may_have_effects(n.op))
 
 
 def why_not(view: GraphView, n: NodeView, options: Options) -> str | None:

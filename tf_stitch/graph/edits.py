@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
 from .variables import free_name
-from .view import ARG_OPS, RET_OPS, GraphView, Ref, op_def
+from .view import ARG_OPS, RET_OPS, GraphView, Ref, may_have_effects
 
 ENDS = ARG_OPS | RET_OPS | {"NoOp", "Placeholder", "PlaceholderWithDefault"}
 Key = tuple[str, tuple[int, ...], bytes, str]
@@ -160,5 +160,4 @@ def without_dead(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: Gr
 
 
 def _stays(op: str) -> bool:
-    signature = op_def(op)
-    return op in ENDS or signature is None or signature.is_stateful
+    return op in ENDS or may_have_effects(op)

@@ -22,13 +22,14 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from .control import CONTROL_FLOW, ENTER, EXIT, NEXT, Context, contexts_of
 from .edits import Edit
 from .shapes import const_size, is_loop_merge
-from .view import ARG_OPS, PASS_THROUGH, FuncRef, GraphView, NodeView, Ref, op_def
+from .view import ARG_OPS, PASS_THROUGH, FuncRef, GraphView, NodeView, Ref, may_have_effects
 
 MOST_NODES = 2500  # that compute something and come of all loops of a graph: planning them takes seconds
 ELEMENTS = 64      # of an integer tensor whose value is followed
 ONE_COUNTER = "_one_counter"  # ends the name of a function that is a loop's condition
 WHILES = frozenset({"While", "StatelessWhile"})
 READS = frozenset({"ReadVariableOp", "VariableShape", "ResourceGather"})  # see effects, have none
+FREE = PASS_THROUGH | {"Const"}  # compute nothing
 BRANCHES = frozenset({"Switch", "Merge", "_SwitchN"})
 
 
@@ -292,8 +293,7 @@ def _may_be_copied(n: NodeView) -> bool:
     """Whether a node of a body has no effects and is no part of another loop."""
     if n.op in READS or n.op == "NoOp" or n.op in BRANCHES:
         return True
-    signature = op_def(n.op)
-    return n.op not in CONTROL_FLOW and signature is not None and not signature.is_stateful
+    return n.op not in CONTROL_FLOW and not may_have_effects(n.op)
 
 
 # --- numbers -----------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ class _Writer:
         name = n.name if n.name.startswith(loop.name) else f"{loop.name}/{n.name}"
         name = self.edit.add(out, f"{name}/turn", n.outputs, [self._ref(v) for v in inputs], controls)
         turns.last[n.name] = made_of, name
-        turns.count += n.op not in PASS_THROUGH | {"Const"} and "TensorList" not in n.op
+        turns.count += n.op not in FREE and "TensorList" not in n.op
         if n.op in READS:
             turns.reads.append(name)
         return name

@@ -29,7 +29,7 @@ from ..ir.dtypes import DTYPES
 from .control import CONTROL_FLOW
 from .shapes import variable_shape
 from .variables import free_name
-from .view import RET_OPS, GraphView, NodeView, op_def
+from .view import RET_OPS, GraphView, NodeView, may_have_effects
 
 OP = "StitchedAssign"
 ARITHMETIC = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
@@ -299,5 +299,4 @@ def _type(write: NodeView) -> int:
 
 def _is_pure(n: NodeView) -> bool:
     """False for what has effects or may see those of others."""
-    signature = op_def(n.op)
-    return n.op in RET_OPS or (signature is not None and not signature.is_stateful)
+    return n.op in RET_OPS or not may_have_effects(n.op)

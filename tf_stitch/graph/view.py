@@ -40,6 +40,12 @@ def op_def(op: str) -> op_def_pb2.OpDef | None:
     return op_def_registry.get(op)
 
 
+def may_have_effects(op: str) -> bool:
+    """True for an op type that has effects or sees those of others, or that this TensorFlow does not know."""
+    signature = op_def(op)
+    return signature is None or signature.is_stateful
+
+
 @functools.cache
 def dtype_name(enum: int) -> str:
     """TensorFlow's name of a DataType number, e.g. ``float32``; ``invalid`` for 0 and unknown numbers."""

@@ -47,6 +47,9 @@ DTYPES: dict[str, DType] = {d.name: d for d in [
     _d("bool", "bool", np.bool_, "bool"),
 ]}
 
+# What sums and products over many elements are computed in: half types would lose digits with every step.
+WIDE = {"float16": "float32", "bfloat16": "float32"}
+
 
 def dtype(name: str) -> DType:
     """The entry for a name; KeyError when tf_stitch has no such element type."""

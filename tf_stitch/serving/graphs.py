@@ -16,7 +16,7 @@ from tensorflow.core.framework import node_def_pb2, types_pb2
 
 from ..graph.calls import CALLS
 from ..graph.rewriter import OP
-from ..graph.view import GraphView, op_def
+from ..graph.view import GraphView, may_have_effects
 
 PREFIX = "tf_stitch_served"
 VARIABLES = "StitchedVariables"
@@ -99,7 +99,7 @@ def _can_unfold(call: Any, library: Mapping[str, Any], outer: frozenset[str] = f
             XLA in attrs and attrs[XLA].b for attrs in (call.attr, function.attr)):
         return False
     return all(_can_unfold(n, library, outer | {name}) if n.op in CALLS else
-               n.op in READERS or n.op == OP or ((d := op_def(n.op)) is not None and not d.is_stateful)
+               n.op in READERS or n.op == OP or not may_have_effects(n.op)
                for n in function.node_def)
 
 

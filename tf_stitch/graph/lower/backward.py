@@ -17,7 +17,7 @@ from ...ir.structural import window_dim
 from ..view import GraphView, NodeView
 from .array import sizes_of
 from .context import Context
-from .nn import channels_first, channels_last, layout_reason, padding_of, plain_pool, spatial, with_padding
+from .nn import channels_first, channels_last, last_order, layout_reason, padding_of, plain_pool, spatial, with_padding
 from .registry import FLOAT, INT, lower
 
 # --- convolutions ----------------------------------------------------------------------------------
@@ -97,8 +97,7 @@ def max_pool_grad(c: Context, x: Node, y: Node, g: Node) -> Node:
 
 def _image_shape(c: Context, sizes: np.ndarray, g: Node) -> list[Dim]:
     """The image's shape, channels last."""
-    order = [0, *range(2, g.rank), 1] if str(c.attr("data_format", "NHWC")).startswith("NC") else list(range(g.rank))
-    known = c.static_shape()
+    order, known = last_order(c, g.rank), c.static_shape()
     shape = sizes_of(c, sizes.reshape(-1)[order], None if known is None else [known[i] for i in order])
     for i in (0, g.rank - 1):
         shape[i] = c.b.same_dim(shape[i], g.shape[i], f"{c.node.name}: batch and channels of image and result")

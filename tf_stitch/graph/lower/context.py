@@ -10,17 +10,13 @@ import numpy as np
 from ...errors import ImportFailed
 from ...ir import dims as D
 from ...ir.dims import Dim
-from ...ir.dtypes import DTYPES
+from ...ir.dtypes import DTYPES, WIDE
 from ...ir.graph import Node
 from ..view import GraphView, NodeView, StaticShape
 from .registry import NotSymbolic
 
 if TYPE_CHECKING:
     from ...ir.builder import Builder
-
-# Compute type of sums and products over many elements: half types would lose digits with every step.
-WIDE = {"float16": "float32", "bfloat16": "float32"}
-
 
 class SymContext(ABC):
     """What a symbolic rule sees of its node."""

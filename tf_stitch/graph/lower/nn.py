@@ -210,11 +210,15 @@ def spatial(c: Context, name: str, rank: int) -> list[int]:
     return values[2:] if str(c.attr("data_format", "NHWC")).startswith("NC") else values[1:-1]
 
 
+def last_order(c: Context, rank: int) -> list[int]:
+    """The dims of a tensor in the op's layout, as :func:`channels_last` puts them in order."""
+    return [0, *range(2, rank), 1] if str(c.attr("data_format", "NHWC")).startswith("NC") else list(range(rank))
+
+
 def channels_last(c: Context, x: Node) -> Node:
     """Tensors with channels first are turned; others stay."""
-    if not str(c.attr("data_format", "NHWC")).startswith("NC"):
-        return x
-    return c.b.transpose(x, [0, *range(2, x.rank), 1])
+    order = last_order(c, x.rank)
+    return x if order == list(range(x.rank)) else c.b.transpose(x, order)
 
 
 def channels_first(c: Context, y: Node) -> Node:

@@ -17,7 +17,7 @@ from ...ir.graph import Node
 from ..view import GraphView, NodeView
 from .array import sizes_of
 from .context import Context
-from .nn import channels_first, channels_last, spatial, static_filter
+from .nn import channels_first, channels_last, last_order, spatial, static_filter
 from .registry import INT, lower
 
 
@@ -80,13 +80,11 @@ def _exact(around: list[int], low: list[Dim], small: Sequence[Dim],
 
 def _shape(c: Context, sizes: np.ndarray, channels: int, g: Node) -> list[Dim]:
     """The image's shape, channels last; TensorFlow also takes its height and width alone."""
-    first = str(c.attr("data_format", "NHWC")).startswith("NC")
-    known = list(c.static_shape() or [None] * g.rank)
-    known = [known[0], *known[2:], known[1]] if first else known
+    order, given = last_order(c, g.rank), c.static_shape()
+    known = [given[i] if given else None for i in order]
     if sizes.size == g.rank - 2:
         return [g.shape[0], *sizes_of(c, sizes, known[1:-1]), channels]
-    order = [0, *range(2, g.rank), 1] if first else range(g.rank)
-    shape = sizes_of(c, sizes.reshape(-1)[list(order)], known)
+    shape = sizes_of(c, sizes.reshape(-1)[order], known)
     return [c.b.same_dim(shape[0], g.shape[0], f"{c.node.name}: the image's batch is that of what comes back"),
             *shape[1:-1], shape[-1] if D.is_static(shape[-1]) else c.b.same_dim(
                 shape[-1], channels, f"{c.node.name}: the image's channels are the filter's")]
