@@ -160,6 +160,7 @@ _PLACES = dict.fromkeys(("erfc", "erfinv", "ndtri", "lgamma", "digamma", "bessel
 _POSITIVE = {"int_div", "int_mod", "int_pow"}  # of the second operand: else an error
 # SciPy's values at their borders are not Eigen's, which kernels have: tests/math compares those with TensorFlow.
 _INSIDE = {"zeta", "polygamma", "betainc"}
+_ONLY = {"philox": "uint64"}
 
 
 def _elementwise(name: str, dtype: str) -> Form:
@@ -419,7 +420,7 @@ def _structural(op: str, use: _Use, dtype: str) -> Form:
 def forms(dtype: str) -> list[Form]:
     """Every use of every op that takes elements of this type."""
     elementwise = [_elementwise(name, dtype) for name, op in OPS.items()
-                   if op.elementwise and DTYPES[dtype].kind in op.kinds]
+                   if op.elementwise and DTYPES[dtype].kind in op.kinds and _ONLY.get(name, dtype) == dtype]
     return elementwise + [_structural(op, use, dtype) for op, uses in _STRUCTURAL.items() for use in uses
                           if _fits(use, op, dtype)]
 

@@ -37,18 +37,17 @@ def elementwise():
     for name, op in OPS.items():
         if op.c is not None:
             for dtype in DTYPES.values():
-                if dtype.kind in op.kinds and dtype.compute == dtype.c:
+                if dtype.kind in op.kinds and dtype.compute == dtype.c and (name != "philox" or dtype.name == "uint64"):
                     yield name, dtype, op
 
 
 def loop(name: str, dtype, op) -> str:
     """A loop applying one operation; one line, so that the compiler's notes name it by its line."""
-    args = "xyz"[: op.arity]
-    result = {"popcount": "ts_u8"}.get(name, "decltype(R)")
+    args = "xyzw"[: op.arity]
     operands = ", ".join(f"const {dtype.c}* __restrict {a}" for a in args)
     value = op.c.format(*(f"{a}[i]" for a in args), T=dtype.c)
     out = "bool" if name in ("is_nan", "is_inf", "is_finite", "eq", "ne", "lt", "le", "gt", "ge") else (
-        result if name == "popcount" else dtype.c)
+        {"popcount": "ts_u8", "philox": "ts_u32"}.get(name, dtype.c))
     return (f'extern "C" void f_{name}_{dtype.name}({operands}, {out}* __restrict r, ts_i64 n, ts_i32* ts_status) '
             f"{{ (void)ts_status; _Pragma(\"omp simd\") for (ts_i64 i = 0; i < n; ++i) r[i] = ({out})({value}); }}")
 
@@ -63,7 +62,7 @@ def casts() -> list[str]:
 @functools.cache
 def lines() -> tuple[str, ...]:
     """Source of the shared object."""
-    loops = [loop(*entry) for entry in elementwise() if entry[1].name in _TYPES]
+    loops = [loop(*entry) for entry in elementwise() if entry[1].name in _TYPES or entry[0] == "philox"]
     return ('#include "ts_math.h"', *loops, *casts())
 
 

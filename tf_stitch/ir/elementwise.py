@@ -123,8 +123,30 @@ def _polygamma(n: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.where((n < 0) | (n != np.floor(n)), np.nan, np.where(n == 0, _digamma(x), value))
 
 
+def _random_bits(inputs: Sequence[Node], attrs: Mapping[str, Any], want: Type) -> Type:
+    shape, dtype = _same(inputs, attrs, want)
+    if dtype != "uint64":
+        raise IRError(f"the operands are {dtype}, not uint64.")
+    return shape, "uint32"
+
+
+def _philox(index: np.ndarray, key: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011)."""
+    half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
+    first = low + (index >> np.uint64(2))
+    high = high + (first < low)
+    words = [first & mask, first >> half, high & mask, high >> half]
+    keys = [key & mask, key >> half]
+    for _ in range(10):
+        a, b = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
+        words = [(b >> half) ^ words[1] ^ keys[0], b & mask, (a >> half) ^ words[3] ^ keys[1], a & mask]
+        keys = [(k + np.uint64(step)) & mask for k, step in zip(keys, (0x9E3779B9, 0xBB67AE85), strict=True)]
+    return np.choose((index & np.uint64(3)).astype(np.int64), words)
+
+
 _RESULT = dict.fromkeys(("is_nan", "is_inf", "is_finite", "eq", "ne", "lt", "le", "gt", "ge"), _same_as("bool"))
 _RESULT["popcount"] = _same_as("uint8")
+_RESULT["philox"] = _random_bits
 
 # name, arity, NumPy, C++ (ts_* are in codegen/include), kinds, cost
 _ROWS: list[tuple[str, int, Callable[..., Any], str, tuple[str, ...], int]] = [
@@ -192,6 +214,8 @@ _ROWS: list[tuple[str, int, Callable[..., Any], str, tuple[str, ...], int]] = [
     ("bit_xor", 2, np.bitwise_xor, "ts_bit_xor({0}, {1})", INTBOOL, CHEAP),
     ("shift_left", 2, _shift(np.left_shift), "ts_shift_left({0}, {1})", INT, CHEAP),
     ("shift_right", 2, _shift(np.right_shift), "ts_shift_right({0}, {1})", INT, CHEAP),
+    # random bits: element `index` of what the generator gives for a key and a counter of two words
+    ("philox", 4, _philox, "ts_philox({0}, {1}, {2}, {3})", ("uint",), EXPENSIVE),
     ("eq", 2, np.equal, "({0} == {1})", ALL, CHEAP),
     ("ne", 2, np.not_equal, "({0} != {1})", ALL, CHEAP),
     ("lt", 2, np.less, "({0} < {1})", ALL, CHEAP),

@@ -186,6 +186,26 @@ TS_FN ts_u8 ts_popcount(T x) {
   return (ts_u8)(v & 0x7f);
 }
 
+// Word `index` of what Philox4x32-10 gives for a key and a counter of two words (Salmon et al. 2011): four words for
+// each value of the counter.
+TS_FN ts_u32 ts_philox(ts_u64 index, ts_u64 key, ts_u64 low, ts_u64 high) {
+  ts_u64 first = low + (index >> 2);
+  high += first < low ? 1 : 0;
+  ts_u32 x0 = (ts_u32)first, x1 = (ts_u32)(first >> 32), x2 = (ts_u32)high, x3 = (ts_u32)(high >> 32);
+  ts_u32 k0 = (ts_u32)key, k1 = (ts_u32)(key >> 32);
+  for (int round = 0; round < 10; ++round) {
+    ts_u64 a = (ts_u64)x0 * 0xd2511f53u, b = (ts_u64)x2 * 0xcd9e8d57u;
+    x0 = (ts_u32)(b >> 32) ^ x1 ^ k0;
+    x1 = (ts_u32)b;
+    x2 = (ts_u32)(a >> 32) ^ x3 ^ k1;
+    x3 = (ts_u32)a;
+    k0 += 0x9e3779b9u;
+    k1 += 0xbb67ae85u;
+  }
+  ts_u32 even = index & 2 ? x2 : x0, odd = index & 2 ? x3 : x1;
+  return index & 1 ? odd : even;
+}
+
 // TensorFlow clamps the shift count to [0, bits - 1].
 template <class T>
 TS_FN T ts_shift_count_(T n) {

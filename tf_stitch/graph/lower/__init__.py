@@ -9,6 +9,7 @@ from . import (  # noqa: F401  (they fill the tables)
     math,
     nn,
     quantise,
+    random,
     reduction,
     segments,
     shape,
