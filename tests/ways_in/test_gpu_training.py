@@ -47,6 +47,13 @@ def depthwise(x, weight):
     return tf.nn.depthwise_conv2d(x, weight(3, 3, 12, 2), [1, 2, 2, 1], "SAME")
 
 
+def dropped(x, weight):
+    """Dropout between a convolution and a pool, and of what the pool gives."""
+    y = tf.nn.conv2d(x, weight(3, 3, 3, 8), 1, "SAME")
+    y = tf.nn.max_pool2d(tf.nn.relu(tf.nn.experimental.stateless_dropout(y, 0.2, [3, -7])), 2, 2, "VALID")
+    return tf.nn.conv2d(tf.nn.experimental.stateless_dropout(y, 0.5, [4, 5]), weight(3, 3, 8, 4), 1, "SAME")
+
+
 def training_step(layers: Layer, batch: int | None, dtype: str):
     """(graph, feeds for a batch): new weights of a network whose loss is a mean of squares."""
     shapes: list[tuple[int, ...]] = []
@@ -81,7 +88,7 @@ def calls(program: Program) -> list[str]:
     return [s.call for s in program.steps if isinstance(s, LibraryStep)]
 
 
-@pytest.mark.parametrize("layers,gradients", [(plain, 2), (strided, 4), (depthwise, 1)])
+@pytest.mark.parametrize("layers,gradients", [(plain, 2), (strided, 4), (depthwise, 1), (dropped, 2)])
 @pytest.mark.parametrize("batch", [None, 6])
 def test_a_training_step_is_one_program(layers, gradients, batch):
     graph, feeds, outputs = training_step(layers, batch, "float32")
@@ -102,7 +109,7 @@ def test_half_types(dtype, tolerance):
     agree(graph, feeds(4), outputs, node, serialize.loads(node.attr["program"].s), tolerance)
 
 
-@pytest.mark.parametrize("layers", [plain, strided, depthwise])
+@pytest.mark.parametrize("layers", [plain, strided, depthwise, dropped])
 @pytest.mark.parametrize("meaning", [m for m in MEANINGS if m != "host"])
 def test_thread_by_thread(layers, meaning, monkeypatch):
     """A block's threads in several orders: where a barrier is missing, one of them is wrong."""

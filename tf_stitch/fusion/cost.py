@@ -16,7 +16,7 @@ from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.dtypes import DTYPES
 from ..ir.graph import Node
-from ..ir.ops import CHEAP, EXPENSIVE, OPS
+from ..ir.ops import CHEAP, COSTLY, EXPENSIVE, OPS
 from ..schedule.group import Group
 from ..schedule.storage import HEAVY
 
@@ -47,10 +47,11 @@ class Machine:
 
 MACHINES = {
     "host": Machine(launch=3000, core_bandwidth=10, total_bandwidth=80, cache_bandwidth=30,
-                    cache_bytes=1 << 20, op_time={0: 0.02, CHEAP: 0.08, EXPENSIVE: 0.8}, product_time=0.08),
+                    cache_bytes=1 << 20, op_time={0: 0.02, CHEAP: 0.08, EXPENSIVE: 0.8, COSTLY: 3.0},
+                    product_time=0.08),
     # An H200: kernels as nodes of a CUDA graph, products without tensor cores.
     "cuda": Machine(launch=2000, core_bandwidth=35, total_bandwidth=4000, cache_bandwidth=60,
-                    cache_bytes=20 << 20, op_time={0: 0.005, CHEAP: 0.01, EXPENSIVE: 0.08},
+                    cache_bytes=20 << 20, op_time={0: 0.005, CHEAP: 0.01, EXPENSIVE: 0.08, COSTLY: 0.4},
                     product_time=0.012, blocks_share=False, turn=1024, turn_ns=200, library_launch=3500,
                     library_rate=15000, library_bandwidth=2000),
 }

@@ -8,7 +8,7 @@ import numpy as np
 
 from .dtypes import DTYPES, DType
 from .graph import Node
-from .opdef import ALL, CHEAP, EXPENSIVE, FLOAT, INT, INTBOOL, NUM, IRError, OpDef, Type, d_kind, register
+from .opdef import ALL, CHEAP, COSTLY, EXPENSIVE, FLOAT, INT, INTBOOL, NUM, IRError, OpDef, Type, d_kind, register
 
 
 def _same(inputs: Sequence[Node], attrs: Mapping[str, Any], want: Type) -> Type:
@@ -215,7 +215,7 @@ _ROWS: list[tuple[str, int, Callable[..., Any], str, tuple[str, ...], int]] = [
     ("shift_left", 2, _shift(np.left_shift), "ts_shift_left({0}, {1})", INT, CHEAP),
     ("shift_right", 2, _shift(np.right_shift), "ts_shift_right({0}, {1})", INT, CHEAP),
     # random bits: element `index` of what the generator gives for a key and a counter of two words
-    ("philox", 4, _philox, "ts_philox({0}, {1}, {2}, {3})", ("uint",), EXPENSIVE),
+    ("philox", 4, _philox, "ts_philox({0}, {1}, {2}, {3})", ("uint",), COSTLY),
     ("eq", 2, np.equal, "({0} == {1})", ALL, CHEAP),
     ("ne", 2, np.not_equal, "({0} != {1})", ALL, CHEAP),
     ("lt", 2, np.less, "({0} < {1})", ALL, CHEAP),

@@ -18,7 +18,7 @@ class IRError(ValueError):
 
 
 # Cost classes, read by the planner and the schedule: what one element costs to compute again.
-FREE, CHEAP, EXPENSIVE = 0, 1, 2
+FREE, CHEAP, EXPENSIVE, COSTLY = 0, 1, 2, 3
 
 FLOAT, INT, NUM = ("float",), ("int", "uint"), ("float", "int", "uint")
 INTBOOL, ALL = ("int", "uint", "bool"), ("float", "int", "uint", "bool")
@@ -36,7 +36,7 @@ class OpDef:
         no symbols.
       c: C++ expression of an elementwise op over operands ``{0} {1} {2}`` of compute type ``{T}``; None for
         the others, which the emitter knows by structure.  Text that names ``ts_status`` may set the status.
-      cost: FREE, CHEAP or EXPENSIVE.
+      cost: FREE, CHEAP, EXPENSIVE (a function such as e^x) or COSTLY (several of them).
       kinds: kinds of element type that the operands may have.
       attrs: the attributes a node must have, no more and no fewer.
     """

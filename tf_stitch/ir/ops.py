@@ -44,7 +44,7 @@ The table is filled by ``elementwise`` and ``structural``; :func:`make` checks a
 from __future__ import annotations
 
 from . import elementwise, structural
-from .opdef import CHEAP, EXPENSIVE, FREE, OPS, IRError, OpDef, Type, make, register, result_type
+from .opdef import CHEAP, COSTLY, EXPENSIVE, FREE, OPS, IRError, OpDef, Type, make, register, result_type
 
-__all__ = ["CHEAP", "EXPENSIVE", "FREE", "OPS", "IRError", "OpDef", "Type", "elementwise", "make", "register",
+__all__ = ["CHEAP", "COSTLY", "EXPENSIVE", "FREE", "OPS", "IRError", "OpDef", "Type", "elementwise", "make", "register",
            "result_type", "structural"]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from ..ir import dims as D
 from ..ir.graph import Node
-from ..ir.ops import EXPENSIVE, OPS
+from ..ir.ops import COSTLY, EXPENSIVE, OPS
 from .rules import VIEWS
 
 HEAVY = frozenset({"order", "segment", "reduce", "arg_reduce", "scan", "dot", "conv", "conv_filter", "window"})
@@ -30,7 +30,7 @@ def weight(node: Node) -> int:
         return 0
     if node.op in _WEIGHT:
         return _WEIGHT[node.op]
-    return 12 if OPS[node.op].cost == EXPENSIVE else 1
+    return {EXPENSIVE: 12, COSTLY: 60}.get(OPS[node.op].cost, 1)
 
 
 def _unshaped(node: Node) -> Node:

@@ -1,5 +1,6 @@
-"""Random numbers that follow from a seed: the words of a counter-based generator, as TensorFlow's kernels turn them into
-numbers.  A mask of a dropout is then part of the kernels that use it; no element waits for another.
+"""Random numbers that follow from a seed: words of a counter-based generator, made into numbers as TensorFlow does.
+
+The mask of a dropout is then part of the kernels that use it; no element waits for another.
 """
 from __future__ import annotations
 
