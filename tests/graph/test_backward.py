@@ -194,6 +194,41 @@ def test_pools(op, padding):
     assert run_cases(cases).compared == sum(len(c.inputs) for c in cases) >= 100
 
 
+def solid_pool(op: str, size, strides, padding):
+    """(the op of images, results and what comes back, the result of an image)"""
+    attrs = {"ksize": [1, *size, 1], "strides": [1, *strides, 1], "padding": padding}
+    if op == "AvgPool3DGrad":
+        return (lambda x, y, g: raw.AvgPool3DGrad(orig_input_shape=tf.shape(x), grad=g, **attrs),
+                lambda x: raw.AvgPool3D(input=x, **attrs).numpy())
+    return (lambda x, y, g: raw.MaxPool3DGrad(orig_input=x, orig_output=y, grad=g, **attrs),
+            lambda x: raw.MaxPool3D(input=x, **attrs).numpy())
+
+
+@pytest.mark.parametrize("op", ["AvgPool3DGrad", "MaxPool3DGrad"])
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_pools_of_three_dims(op, padding):
+    cases = []
+    for (size, strides), whole in itertools.product(
+            [((2, 2, 2), (2, 2, 2)), ((3, 3, 3), (2, 2, 2)), ((3, 2, 1), (1, 1, 1)), ((2, 3, 2), (3, 2, 1))],
+            [(6, 4, 8), (5, 7, 3), (3, 3, 2)]):
+        back = [places(d, k, s, padding) for d, k, s in zip(whole, size, strides, strict=True)]
+        if min(back) < 1:
+            continue
+        build, forward = solid_pool(op, size, strides, padding)
+        images = [image(n, *whole, 3) for n in (2, 1)]
+        images += [np.round(images[0]), np.zeros_like(images[1])]  # of which many are equal
+        c = case(build, *(np.zeros(s, np.float32) for s in ((2, *whole, 3), (2, *back, 3), (2, *back, 3))))
+        c.shapes = [[None, *whole, 3], [None, *back, 3], [None, *back, 3]]
+        c.inputs = [[x, forward(x), image(len(x), *back, 3)] for x in images]
+        unknown = case(build, *c.inputs[0])
+        unknown.shapes = [[None, None, None, None, 3]] * 3
+        cases += [c, unknown]
+    build, forward = solid_pool(op, (2, 2, 2), (2, 2, 2), padding)
+    x = image(2, 4, 4, 6, 3, dtype="bfloat16")
+    cases.append(case(build, x, forward(x), image(2, 2, 2, 3, 3, dtype="bfloat16"), tolerance=4))
+    assert run_cases(cases).compared == sum(len(c.inputs) for c in cases) >= 50
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
 def test_pools_of_other_types(dtype):
     cases = []

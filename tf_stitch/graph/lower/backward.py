@@ -72,7 +72,7 @@ def _is_average(view: GraphView, node: NodeView) -> str | None:
     return plain_pool(view, node)
 
 
-@lower("AvgPoolGrad", values=(0,), kinds=INT, check=_is_average)
+@lower("AvgPoolGrad", "AvgPool3DGrad", values=(0,), kinds=INT, check=_is_average)
 def average_pool_grad(c: Context, sizes: np.ndarray, g: Node) -> Node:
     """Each window gives every element of the image in it the same share."""
     g = channels_last(c, g)
@@ -87,12 +87,29 @@ def average_pool_grad(c: Context, sizes: np.ndarray, g: Node) -> Node:
 def max_pool_grad(c: Context, x: Node, y: Node, g: Node) -> Node:
     """The first element of a window that is its maximum takes all, as in TensorFlow's CPU kernel."""
     x, g = channels_last(c, x), channels_last(c, g)
-    g = c.b.reshape(g, [c.b.same_dim(d, e, f"{c.node.name}: batch and channels of image and result")
-                        if i in (0, g.rank - 1) else d for i, (d, e) in enumerate(zip(g.shape, x.shape, strict=True))])
+    g = _like_result(c, x, g)
     pool = _Pool(c, x.shape[1:-1], g)
     taken = c.b.ew("eq", pool.seen(pool.winners(x)), pool.taps())
     parts = c.b.select(taken, pool.seen(c.wide(g)), c.b.const(0, c.wide(g).dtype))
     return channels_first(c, c.like(c.b.reduce("sum", parts, pool.windows), x.dtype))
+
+
+@lower("MaxPool3DGrad", kinds=FLOAT, check=plain_pool)
+def max_pool_3d_grad(c: Context, x: Node, y: Node, g: Node) -> Node:
+    """Every element of a window that equals its maximum takes all, as in TensorFlow's CPU kernel."""
+    x, y, g = (channels_last(c, a) for a in (x, y, g))
+    y, g = (_like_result(c, x, a) for a in (y, g))
+    pool = _Pool(c, x.shape[1:-1], g)
+    taken = c.b.ew("eq", c.expand(x, pool.windows), pool.seen(y))
+    parts = c.b.select(taken, pool.seen(c.wide(g)), c.b.const(0, c.wide(g).dtype))
+    return channels_first(c, c.like(c.b.reduce("sum", parts, pool.windows), g.dtype))
+
+
+def _like_result(c: Context, x: Node, g: Node) -> Node:
+    """What has the result's shape, with the batch and the channels of the image."""
+    why = f"{c.node.name}: batch and channels of image and result"
+    return c.b.reshape(g, [c.b.same_dim(g.shape[0], x.shape[0], why), *g.shape[1:-1],
+                           c.b.same_dim(g.shape[-1], x.shape[-1], why)])
 
 
 def _image_shape(c: Context, sizes: np.ndarray, g: Node) -> list[Dim]:

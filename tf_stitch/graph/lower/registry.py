@@ -67,7 +67,8 @@ PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3",
                       "Conv3D", "DepthwiseConv2dNative", "_FusedConv2D", "_FusedConv3D", "_FusedDepthwiseConv2dNative",
                       "MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D", "Conv2DBackpropInput", "Conv3DBackpropInputV2",
                       "Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropInput",
-                      "DepthwiseConv2dNativeBackpropFilter", "MaxPoolGrad", "AvgPoolGrad"})
+                      "DepthwiseConv2dNativeBackpropFilter", "MaxPoolGrad", "AvgPoolGrad", "MaxPool3DGrad",
+                      "AvgPool3DGrad"})
 
 # Ops that move no data: they give another name, shape or description to a tensor.
 METADATA = frozenset({
