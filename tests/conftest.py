@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import hypothesis
@@ -21,6 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         _skip(items, "alone", "measures the GPU's free memory, which other workers change")
     if not any(Path(p).exists() for p in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia0")):
         _skip(items, "gpu", "no NVIDIA GPU here")
+    if shutil.which("nvcc") is None:
+        _skip(items, "nvcc", "no nvcc here")
 
 
 def _skip(items: list[pytest.Item], keyword: str, reason: str) -> None:

@@ -18,10 +18,12 @@ def rewrite_graph_def(graph_def: GraphDef, *, target: str = "auto", options: Opt
 
     Nodes that nothing reads, and those in ``options.keep``, keep their names and outputs.  What cannot be
     stitched stays as it is, with the reason in the report.  Loads the op library, so that the result can be
-    imported.  Raises OptionError for an option that cannot be used, LibraryError when the op library is missing.
+    imported.  Raises OptionError for an option that cannot be used, CompileError when there is no compiler for the GPU
+    that ``target`` names, LibraryError when the op library is missing.
     """
     from tensorflow.core.framework import graph_pb2
 
+    from .compiler import check_target
     from .graph.rewriter import rewrite
 
     if not isinstance(graph_def, graph_pb2.GraphDef):
@@ -30,6 +32,7 @@ def rewrite_graph_def(graph_def: GraphDef, *, target: str = "auto", options: Opt
     options = Options.of(options)
     if target != "auto":
         options = replace(options, target=target)
+    check_target(options)
     missing = set(options.keep) - {n.name for n in graph_def.node}
     if missing:
         raise OptionError(f"Option 'keep' names '{min(missing)}', which is no node of the graph.")

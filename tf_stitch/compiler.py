@@ -80,6 +80,17 @@ def compile_texts(texts: Sequence[str], options: Options, tell: Progress,
     return out
 
 
+def check_target(options: Options) -> None:
+    """Raises where the target that ``options`` names is a GPU that no code can be built for on this machine.
+
+    OptionError when the compiler does not know it, CompileError when there is no compiler.
+    """
+    from .backend import cuda
+
+    if options.on_gpu:
+        cuda.check_target(options.target)
+
+
 def build_program(graph: Graph, target: Target, begin: Begin | None = None) -> Program:
     """A program without machine code: its text is what both targets' compilers read.
 

@@ -48,10 +48,15 @@ def enable(options: Options | None = None) -> None:
     """From now on every ``tf.function`` of the process is stitched, Keras' fit, evaluate and predict included.
 
     Functions that were traced before are stitched when they are called next; nothing is traced again.  It holds
-    for all threads.  Raises LibraryError when the op library does not fit the installed TensorFlow.
+    for all threads.  Raises LibraryError when the op library does not fit the installed TensorFlow, OptionError or
+    CompileError when no code can be built for the GPU that ``options`` names.
     """
+    from .compiler import check_target
+
+    options = Options.of(options)
+    check_target(options)
     with _state.lock:
-        _state.everything = replace(Options.of(options), levels=())  # code for this machine only
+        _state.everything = replace(options, levels=())  # code for this machine only
         _arm()
         _shorten(True)
 

@@ -44,8 +44,13 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("levels", "keep", "skip_ops"):
             value = getattr(self, name)
-            if isinstance(value, str) or not isinstance(value, Iterable):
+            entries = (None,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+            if not all(isinstance(e, str) for e in entries):
                 raise OptionError(f"Option '{name}' is {value!r}; it takes a tuple of strings.")
+            object.__setattr__(self, name, entries)  # options are keys of dicts: no lists
+        for name in ("superkernels", "grids", "autotune"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"Option '{name}' is {getattr(self, name)!r}; it must be True or False.")
         for name, least in (("min_ops", 1), ("shared_bytes", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

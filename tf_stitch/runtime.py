@@ -43,13 +43,18 @@ class Counters:
 
 
 def built_for() -> str | None:
-    """The TensorFlow version that the op library was built against; None when there is no library."""
+    """The TensorFlow version that the op library was built against; None when there is no library.
+
+    Raises LibraryError when the file beside the library, which says so, cannot be read.
+    """
     if not LIBRARY.exists():
         return None
+    record = LIBRARY.with_suffix(".json")
     try:
-        return json.loads(LIBRARY.with_suffix(".json").read_text())["tensorflow"]
-    except (OSError, ValueError, KeyError):
-        return "unknown"
+        return str(json.loads(record.read_text())["tensorflow"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise LibraryError(f"tf_stitch's op library cannot be used: '{record}', which says what TensorFlow it was "
+                           "built for, is missing or damaged; install tf_stitch again.") from None
 
 
 def check() -> None:

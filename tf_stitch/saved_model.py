@@ -54,6 +54,7 @@ def rewrite_saved_model(src: str | os.PathLike[str], dst: str | os.PathLike[str]
       SavedModelError: ``src`` cannot be read or ``dst`` cannot be written.
       VerifyError: an output differs by more than the tolerance; ``dst`` is then not written.
       OptionError: an option or the sample inputs cannot be used.
+      CompileError: there is no compiler for the GPU that ``target`` names.
     """
     from .graph.devices import gpu_target
 
@@ -157,10 +158,12 @@ def _check_goal(source: Path, goal: Path, overwrite: bool) -> None:
 def rewrite_model(model: Any, options: Options, progress: Progress | None = None) -> Report:
     """Rewrites every MetaGraph of a SavedModel proto in place."""
     from . import runtime
+    from .compiler import check_target
     from .graph.calls import annotate_variables
     from .graph.rewriter import OP, rewrite
     from .graph.view import op_def
 
+    check_target(options)
     runtime.load()  # the rewritten graph names the op
     report = Report()
     for meta in model.meta_graphs:

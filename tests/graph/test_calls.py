@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
@@ -71,6 +72,7 @@ def test_functions_that_call_themselves():
     assert known_arguments(graph, {"x": 1}) == {"f": {}}
 
 
+@pytest.mark.nvcc
 def test_saved_models_gather_in_programs_and_read_once(tmp_path):
     """A SavedModel's functions get their variables as arguments: shapes come from the calls."""
     module = tf.Module()

@@ -334,6 +334,7 @@ def test_a_bound_that_turns_change(compared):
     assert any(compared)
 
 
+@pytest.mark.nvcc
 def test_conditions_that_are_functions(tmp_path):
     """A model for a GPU, run on whatever there is."""
     class Model(tf.Module):

@@ -79,6 +79,16 @@ def test_library_for_another_tensorflow(other_library):
         runtime.load()
 
 
+@pytest.mark.parametrize("record", [None, "", "[]", "{}"])
+def test_library_without_its_record(other_library, record):
+    other_library.write_bytes(b"")
+    if record is not None:
+        other_library.with_suffix(".json").write_text(record)
+    assert findings()["Op library"].status == "problem"
+    with pytest.raises(runtime.LibraryError, match=r"_ops\.json', which says what .* is missing or damaged"):
+        runtime.load()
+
+
 def test_library_that_cannot_be_loaded(other_library):
     import tensorflow as tf
 

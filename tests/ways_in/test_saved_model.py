@@ -430,10 +430,34 @@ def test_nothing_stitched_is_said(source, tmp_path, capsys):
     assert captured.err.startswith("tf-stitch: Nothing was stitched: ") and captured.err.count("\n") == 1
 
 
+@pytest.mark.nvcc
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="the kernels run on a GPU")
 def test_a_gpu_model_verified_without_a_gpu_says_so(source, tmp_path):
     report = tf_stitch.rewrite_saved_model(source, tmp_path / "out", target="cuda:sm_90")
     assert report.clusters and "no GPU here" in " ".join(report.notes) and report.to_dict()["notes"] == report.notes
+
+
+def test_options_from_lists():
+    options = tf_stitch.Options(levels=[], keep=["a"], skip_ops=iter(["Tanh"]))
+    assert hash(options) == hash(tf_stitch.Options(levels=(), keep=("a",), skip_ops=("Tanh",)))
+
+
+@pytest.mark.nvcc
+def test_a_gpu_that_no_code_can_be_built_for_is_an_error(source, tmp_path, capsys):
+    assert cli.main(["rewrite", str(source), str(tmp_path / "out"), "--target", "cuda:sm_999"]) == 1
+    message = capsys.readouterr().err
+    assert "'cuda:sm_999' is none that" in message and "sm_90, " in message and message.count("\n") == 1
+    for call in (lambda o: tf_stitch.rewrite_graph_def(tf.Graph().as_graph_def(), options=o), tf_stitch.enable):
+        with pytest.raises(tf_stitch.OptionError, match="'cuda:sm_01' is none that"):
+            call(tf_stitch.Options(target="cuda:sm_01"))
+    assert not (tmp_path / "out").exists() and not tf_stitch.is_enabled()
+
+
+def test_a_gpu_that_there_is_no_compiler_for_is_an_error(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("TF_STITCH_NVCC", "no-such-nvcc")
+    with pytest.raises(tf_stitch.CompileError, match="'no-such-nvcc'"):
+        tf_stitch.rewrite_saved_model(source, tmp_path / "out", target="cuda:sm_90")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("options, says", [
@@ -441,6 +465,9 @@ def test_a_gpu_model_verified_without_a_gpu_says_so(source, tmp_path):
     (lambda: tf_stitch.Options(min_ops=True), "must be an integer"),
     (lambda: tf_stitch.Options(shared_bytes=-5), "at least 0"),
     (lambda: tf_stitch.Options(skip_ops="Tanh"), "takes a tuple of strings"),
+    (lambda: tf_stitch.Options(keep=("a", 3)), "takes a tuple of strings"),
+    (lambda: tf_stitch.Options(superkernels="no"), "must be True or False"),
+    (lambda: tf_stitch.Options(autotune=None), "must be True or False"),
     (lambda: tf_stitch.Options(keep=None), "'keep' is None; it takes a tuple of strings"),
     (lambda: tf_stitch.Options(target=3), "Target '3' is not known"),
     (lambda: tf_stitch.Options(target="cuda:sm_9"), "Target 'cuda:sm_9' is not known"),

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ..codegen.unit import translation_unit
-from ..errors import CompileError, DeviceError
+from ..errors import CompileError, DeviceError, OptionError
 from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..program.program import AliasStep, Buffer, Grid, KernelStep, LibraryStep, Program
@@ -85,6 +85,15 @@ def targets_of(target: str) -> tuple[str, ...]:
     return f"sm_{number}", f"compute_{number}"
 
 
+def check_target(target: str) -> None:
+    """Raises OptionError unless code can be built for an option "cuda:sm_NN", CompileError without a compiler."""
+    compiler = find_compiler()
+    chips = compiler.chips()
+    if target.removeprefix("cuda:") not in chips:
+        raise OptionError(f"Target '{target}' is none that '{compiler.path}' builds code for; it builds for "
+                          f"{', '.join(chips)}.")
+
+
 def _parse(target: str) -> tuple[str, str]:
     match = _TARGET.fullmatch(target)
     if match is None:
@@ -98,6 +107,10 @@ class Nvcc:
     def __init__(self, path: str):
         self.path = path
         self.version, self.splits = _nvcc_facts(path, os.stat(path).st_mtime_ns)
+
+    def chips(self) -> list[str]:
+        """The chips that it builds code for, as "sm_90"."""
+        return _said(self.path, "--list-gpu-code").split()
 
     def ptx(self, text: str, number: str) -> bytes:
         flags = self._ptx_flags(number)
@@ -205,6 +218,14 @@ class Nvrtc:
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self.lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         self.version = f"nvrtc {major.value}.{minor.value}"
+
+    def chips(self) -> list[str]:
+        """As Nvcc's."""
+        count = ctypes.c_int()
+        self._check(self.lib.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+        numbers = (ctypes.c_int * count.value)()
+        self._check(self.lib.nvrtcGetSupportedArchs(numbers))
+        return [f"sm_{n}" for n in numbers]
 
     def ptx(self, text: str, number: str) -> bytes:
         return self._make(PTX, text, f"compute_{number}", "PTX").rstrip(b"\0")
