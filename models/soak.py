@@ -1,6 +1,6 @@
 """Load with everything that goes wrong in a service, for as long as you like; every answer is checked.
 
-    python -m models.soak [--minutes M] [--tenants toys|real] [--clients N] [--out FILE.json]
+    python -m models.soak [--minutes M] [--budget S] [--tenants toys|real] [--clients N] [--out FILE.json]
 
 Clients send requests to random tenants, cancel some and give some little time.  Meanwhile an operator adds and removes
 tenants, swaps their versions, and sends bursts that their queues cannot hold; one tenant fails for part of its inputs.
@@ -9,16 +9,20 @@ request was sent, that the session's counts agree with the clients', that memory
 cleanly.  "toys" are small functions whose inputs never repeat; "real" are those of models.serving, and a toy.
 
 Memory is that of the tenants that are there, and of requests under way.  So every few seconds the operator brings back
-the tenants of the beginning and drains the session; what the process holds then is what is compared.
+the tenants of the beginning, drains the session and has free memory given back to the system; what the process holds
+then is what is compared: a line through the last two thirds of it, by the median of all pairs' slopes, must not rise.
+Latencies are not judged, so other work on the machine does no harm.  The report is written after every such look, so a
+run that is cut short leaves one too; SIGTERM ends a run as its time does.
 """
 from __future__ import annotations
 
 import argparse
 import collections
-import gc
 import itertools
+import math
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -40,7 +44,7 @@ import tf_stitch
 from tf_stitch import bench
 from tf_stitch.errors import OptionError
 from tf_stitch.saved_model import relative_error
-from tf_stitch.serving import scheduler
+from tf_stitch.serving import garbage, scheduler
 from tf_stitch.serving.dispatcher import THREAD_NAME
 from tf_stitch.serving.load import TOLERANCE
 from tf_stitch.serving.policies import Model
@@ -51,8 +55,9 @@ from .serving_tenants import COPIES, tenants
 WINDOW = 8              # requests of one client that are under way at once
 QUEUE, BURST = 32, 600  # a tenant's max_queue; requests sent at once
 CHECK_S = 5.0           # between looks at what memory is held
-LEAST_CHECKS = 6        # to judge whether it grows: a third of them to warm up, two thirds to compare
-GROWTH_MB = 64          # what it may grow by from the second third of a run to the last one
+LEAST_CHECKS = 6        # to judge whether it grows: a third of them to warm up, two thirds to judge
+GROWTH_MB = 64          # what it may grow by in the last two thirds of a run
+CLOSING_S = 15.0        # of a budget, for the end
 WIDTH = 16
 
 Inputs = Mapping[str, np.ndarray]
@@ -102,16 +107,18 @@ class Soak:
     """Clients and an operator at work on one session."""
 
     def __init__(self, session: tf_stitch.StitchSession, subjects: Sequence[Subject], clients: int, seed: int = 0,
-                 device: str | None = None, check_s: float = CHECK_S) -> None:
+                 device: str | None = None, check_s: float = CHECK_S, stop: threading.Event | None = None,
+                 note: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """``stop`` ends the run early; ``note`` gets the report so far after every look at memory."""
         self.session, self.subjects, self.seed = session, subjects, seed
-        self.device, self.check_s = device, check_s
+        self.device, self.check_s, self._note = device, check_s, note
         self.counts = Counts()
         self.problems: list[str] = []
         self.memory: list[tuple[float, Held]] = []  # when, with the tenants of the beginning and nothing under way
         self._tallies: list[Any] = []  # the session's own counts, those of removed tenants too
         self._live: list[Live] = []
         self._numbers = itertools.count()
-        self._stop = threading.Event()
+        self._stop = stop or threading.Event()
         self._clients = clients
 
     def run(self, seconds: float) -> dict[str, Any]:
@@ -220,6 +227,8 @@ class Soak:
             if time.monotonic() - checked >= self.check_s and not self._stop.is_set():
                 self._check_memory(begin)
                 checked = time.monotonic()
+                if self._note is not None:
+                    self._note(self._summary(checked - begin, finished=False))
 
     def _operator_adds(self, rng: random.Random) -> None:
         if len(self._live) < 2 * len(self.subjects):
@@ -277,10 +286,8 @@ class Soak:
                 self.counts.add("tenants added")
         if not self.session.drain(60):
             self._problem("The session could not be drained within a minute.")
-        gc.unfreeze()
-        gc.collect()
+        garbage.settle(full=True)
         self.memory.append((time.monotonic() - begin, Held.now()))
-        gc.freeze()
         self.session.resume()
 
     # --- the end ------------------------------------------------------------------------------------
@@ -289,18 +296,28 @@ class Soak:
         if not self.session.drain(60):
             self._problem("The session could not be drained within a minute.")
         self._agree()
-        growth = {what: _growth([getattr(held, what) for _, held in self.memory]) for what in Held.__annotations__}
-        for what, grown in growth.items():
+        for what, grown in self._growth().items():
             if grown is not None and grown > GROWTH_MB:
-                self._problem(f"Memory ({what}) grew by {grown:.0f} MB from the second third of the run to the last.")
+                self._problem(f"Memory ({what}) grew by {grown:.0f} MB in the last two thirds of the run.")
         held = sum(d["held"] for d in scheduler.stats().get("devices", [])) if self.session.coalesce else 0
         if held:
             self._problem(f"The scheduler still holds {held} requests.")
+        return self._summary(seconds, finished=True)
+
+    def _growth(self) -> dict[str, float | None]:
+        times = [at for at, _ in self.memory]
+        return {what: _growth(times, [getattr(held, what) for _, held in self.memory])
+                for what in Held.__annotations__}
+
+    def _summary(self, seconds: float, *, finished: bool) -> dict[str, Any]:
         ops = tf_stitch.runtime.counters()
-        return {"seconds": round(seconds, 1), "coalesce": self.session.coalesce, "problems": self.problems,
-                "counts": dict(sorted(self.counts.of.items())), "requests_per_second": self.counts.of["sent"] / seconds,
-                "stitched_runs": ops.stitched, "fallback_runs": ops.fallbacks,
-                "growth_mb": growth, "memory_mb": [{"seconds": at, **asdict(held)} for at, held in self.memory]}
+        with self.counts.lock:
+            counts = dict(sorted(self.counts.of.items()))
+        return {"seconds": round(seconds, 1), "finished": finished, "coalesce": self.session.coalesce,
+                "problems": list(self.problems), "counts": counts,
+                "requests_per_second": counts.get("sent", 0) / seconds,
+                "stitched_runs": ops.stitched, "fallback_runs": ops.fallbacks, "growth_mb": self._growth(),
+                "memory_mb": [{"seconds": at, **asdict(held)} for at, held in self.memory]}
 
     def _agree(self) -> None:
         """Compares the session's counts with the clients'."""
@@ -328,12 +345,13 @@ def _kind(ended: Any) -> str:
     return "expired" if isinstance(ended, tf.errors.DeadlineExceededError) else "failed"
 
 
-def _growth(values: Sequence[float]) -> float | None:
-    """Mean of the last third over that of the second; None when there are too few."""
-    third = len(values) // 3
+def _growth(times: Sequence[float], values: Sequence[float]) -> float | None:
+    """By how much the last two thirds rise, along their Theil-Sen line; None when there are too few values."""
     if len(values) < LEAST_CHECKS:
         return None
-    return round(float(np.mean(values[-third:]) - np.mean(values[-2 * third:-third])), 1)
+    t, y = (np.asarray(a[len(values) // 3:], float) for a in (times, values))
+    i, j = np.triu_indices(len(t), 1)
+    return round(float(np.median((y[j] - y[i]) / (t[j] - t[i])) * (t[-1] - t[0])), 1)
 
 
 # --- subjects ---------------------------------------------------------------------------------------
@@ -414,10 +432,11 @@ def _right_of(samples: Sequence[Inputs], answers: Sequence[Sequence[Inputs]]) ->
 
 
 def held(subjects: Sequence[Subject], seconds: float, *, clients: int = 8, seed: int = 0, device: str | None = None,
+         stop: threading.Event | None = None, note: Callable[[dict[str, Any]], None] | None = None,
          **options: Any) -> dict[str, Any]:
     """The report of a soak of a new session, which is closed at its end; ``device`` is where its models are."""
     with tf_stitch.StitchSession(**options) as session:
-        report = Soak(session, subjects, clients, seed, device).run(seconds)
+        report = Soak(session, subjects, clients, seed, device, stop=stop, note=note).run(seconds)
     left = sum(t.name.startswith(THREAD_NAME) for t in threading.enumerate())
     if left:
         report["problems"].append(f"{left} threads are left.")
@@ -440,8 +459,8 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
         memory.add_row(*(f"{v:.1f}" for v in row.values()))
     yield memory
     yield (f"{report['seconds']} s, {report['requests_per_second']:.0f} requests a second: {report['counts']}\n"
-           f"from the second third to the last one, memory grew by {report['growth_mb']} MB; "
-           f"problems: {report['problems'] or 'none'}")
+           f"in the last two thirds of the run, memory grew by {report['growth_mb']} MB; "
+           f"problems: {report['problems'] or 'none'}{'' if report['finished'] else '; the run was cut short'}")
 
 
 def _subjects(args: argparse.Namespace, folder: Path) -> list[Subject]:
@@ -456,6 +475,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the soak; 1 when something did not hold."""
     parser = argparse.ArgumentParser("python -m models.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="S",
+                        help="end early so that all takes so many seconds, but for the import of TensorFlow")
     parser.add_argument("--tenants", choices=("toys", "real"), default="toys")
     parser.add_argument("--kinds", default="resnet18,speech,bert,dlrm", help="of real tenants")
     parser.add_argument("--each", type=int, default=2, help="versions of real tenants")
@@ -465,15 +486,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the report there, and as text beside it")
     args = parser.parse_args(argv)
+    begin, facts = time.monotonic(), bench.machine()
+
+    def finish(report: dict[str, Any]) -> dict[str, Any]:
+        report["title"] = f"{'superkernels' if args.coalesce else 'stitched'}, {args.tenants} tenants"
+        if args.out:
+            bench.write(args.out.parent, args.out.stem, {"machine": facts, **report}, facts, tables(report))
+        return report
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     with tempfile.TemporaryDirectory(prefix="tf_stitch_soak_") as temporary:
-        report = held(_subjects(args, Path(temporary)), args.minutes * 60, clients=args.clients, seed=args.seed,
-                      coalesce=args.coalesce)
-    report["title"] = f"{'superkernels' if args.coalesce else 'stitched'}, {args.tenants} tenants"
-    console, facts = Console(width=200), bench.machine()
+        subjects = _subjects(args, Path(temporary))
+        seconds = min(args.minutes * 60, args.budget - CLOSING_S - (time.monotonic() - begin))
+        report = finish(held(subjects, max(seconds, 0.0), clients=args.clients, seed=args.seed, stop=stop, note=finish,
+                             coalesce=args.coalesce))
+    console = Console(width=200)
     for one in tables(report):
         console.print(one)
-    if args.out:
-        bench.write(args.out.parent, args.out.stem, {"machine": facts, **report}, facts, tables(report))
     return int(bool(report["problems"]))
 
 
