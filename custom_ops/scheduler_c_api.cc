@@ -75,6 +75,14 @@ std::string ReadSettings(const char* json, CoalescingOptions* out, std::string* 
                      {{"estimates", [estimates](const std::string& s) { return *estimates = s, true; }}});
 }
 
+// All that Enable needs to know.
+struct Settings {
+  CoalescingOptions options;
+  std::string estimates_file, estimates;
+
+  std::string Read(const char* json);
+};
+
 std::string ReadTenant(const char* json, TenantOptions* out) {
   auto priority = [out](const std::string& s) {
     out->best_effort = s == "best_effort";
@@ -91,6 +99,15 @@ std::string ReadTenant(const char* json, TenantOptions* out) {
 std::string ReadFile(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+// "" or a sentence.
+std::string Settings::Read(const char* json) {
+  std::string error = ReadSettings(json, &options, &estimates_file);
+  if (!error.empty()) return error;
+  estimates = estimates_file.empty() ? "" : ReadFile(estimates_file);
+  error = Estimates().Load(estimates);
+  return error.empty() ? "" : "The measured times in '" + estimates_file + "' cannot be read: " + error + ".";
 }
 
 // Written beside the target and renamed, so that a reader finds a whole file.
@@ -168,18 +185,13 @@ class Registry {
   bool on() const { return on_; }
 
   std::string Enable(const char* json) {
-    CoalescingOptions options;
-    std::string file, error = ReadSettings(json, &options, &file);
+    Settings settings;
+    std::string error = settings.Read(json);
     if (!error.empty()) return error;
-    std::string known = file.empty() ? "" : ReadFile(file);
-    error = Estimates().Load(known);
-    if (!error.empty()) return "The measured times in '" + file + "' cannot be read: " + error + ".";
     std::lock_guard<std::mutex> switching(switching_);
     error = StopAll();
     std::lock_guard<std::mutex> lock(mu_);
-    options_ = options;
-    estimates_file_ = file;
-    estimates_ = known;
+    settings_ = std::move(settings);
     on_ = true;
     return error;
   }
@@ -194,9 +206,9 @@ class Registry {
     if (!on_) return nullptr;
     auto found = coalescers_.find(key);
     if (found != coalescers_.end()) return found->second;
-    std::unique_ptr<Device> device = make(options_);
+    std::unique_ptr<Device> device = make(settings_.options);
     if (!device) return nullptr;
-    auto coalescer = std::make_shared<Coalescer>(options_.coalescer, std::move(device), estimates_);
+    auto coalescer = std::make_shared<Coalescer>(settings_.options.coalescer, std::move(device), settings_.estimates);
     for (const auto& [name, options] : tenants_) coalescer->SetTenant(name, options);
     return coalescers_[key] = coalescer;
   }
@@ -276,21 +288,21 @@ class Registry {
       stopped.swap(coalescers_);
     }
     Estimates all;
-    all.Load(estimates_);
+    all.Load(settings_.estimates);
     for (auto& [key, coalescer] : stopped) {
       coalescer->Stop();
       all.Load(coalescer->estimates());
       std::lock_guard<std::mutex> lock(mu_);
       for (const auto& [name, t] : coalescer->tenants()) Add(t.stats, &retired_[name]);
     }
-    return estimates_file_.empty() || stopped.empty() ? "" : WriteFile(estimates_file_, all.Save());
+    const std::string& file = settings_.estimates_file;
+    return file.empty() || stopped.empty() ? "" : WriteFile(file, all.Save());
   }
 
   std::mutex switching_;  // one Enable or Disable at a time
   std::mutex mu_;         // of what follows
   std::atomic<bool> on_{false};
-  CoalescingOptions options_;
-  std::string estimates_file_, estimates_;
+  Settings settings_;
   std::map<const void*, std::shared_ptr<Coalescer>> coalescers_;
   std::map<std::string, TenantOptions> tenants_;
   std::map<std::string, TenantStats> retired_;  // of coalescers that have stopped
@@ -318,6 +330,8 @@ using tf_stitch::Registry;
 using tf_stitch::SchedulerResult;
 
 int tfs_scheduler_enable(const char* options_json) { return SchedulerResult(Registry::Get().Enable(options_json)); }
+
+int tfs_scheduler_check(const char* options_json) { return SchedulerResult(tf_stitch::Settings().Read(options_json)); }
 
 void tfs_scheduler_disable(void) { SchedulerResult(Registry::Get().Disable()); }
 

@@ -35,6 +35,9 @@ extern "C" {
 //                   scheduler stops ("": none)
 int tfs_scheduler_enable(const char* options_json);
 
+// Checks options as tfs_scheduler_enable does, and changes nothing.
+int tfs_scheduler_check(const char* options_json);
+
 // Turns coalescing off; waits until all held requests are answered.
 void tfs_scheduler_disable(void);
 

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import signal
 import tempfile
 import threading
@@ -673,13 +675,22 @@ def test_a_callback_may_end_its_session(end, gate):
     assert soon(lambda: workers() == before)
 
 
+def test_a_session_is_not_copied(session):
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(session)
+
+
 @BOTH
 def test_a_forked_process_has_no_session(session):
     """It has none of the threads: requests would wait for ever, and so would the end of the session."""
     session.add("a", scaled(2.0), verify=False)
-    child = os.fork()
+    with session._dispatcher._lock:  # by a thread that the child does not have
+        child = os.fork()
     if not child:
         signal.alarm(20)
+        if not session.drain() or session.stats()["outstanding"] or session.stats()["running"]:
+            os._exit(3)
         try:
             session.submit("a", rows(0))
         except tf.errors.UnavailableError as error:
@@ -917,10 +928,15 @@ def test_sessions_share_the_scheduler():
     assert scheduler.stats()["enabled"] is False
 
 
-def test_bad_scheduler_options():
+@pytest.mark.parametrize("options, error, why", [
+    ({"no_such_option": 1}, scheduler.SchedulerError, "no_such_option"), ([("max_pack", 1)], OptionError, "a list"),
+    ({"max_pack": np.int64(3)}, OptionError, "numbers and text")], ids=["unknown", "list", "numpy"])
+@pytest.mark.parametrize("coalesce", [False, True])
+def test_bad_scheduler_options(coalesce, options, error, why):
+    """Also where they would not be used."""
     threads = workers()
-    with pytest.raises(scheduler.SchedulerError, match="no_such_option"):
-        tf_stitch.StitchSession(coalesce=True, threads=2, scheduler_options={"no_such_option": 1})
+    with pytest.raises(error, match=why):
+        tf_stitch.StitchSession(coalesce=coalesce, threads=2, scheduler_options=options)
     with tf_stitch.StitchSession(coalesce=True, threads=2, scheduler_options={"max_pack": 8}) as session:
         assert session.coalesce  # the failed one left nothing behind
     assert workers() == threads

@@ -334,6 +334,14 @@ class Dispatcher:
             worker.join(None if end == math.inf else max(0.0, end - now()))
         return not any(worker.is_alive() for worker in others)
 
+    def forked(self) -> None:
+        """In a forked process, which has no threads of this one's and cannot know who held the lock: takes and has no
+        requests."""
+        self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)
+        self._closed, self._accepts = True, False
+        self._workers, self._idle, self._outstanding = [], 0, 0
+
     def _wait(self, done: Any, timeout_s: float | None) -> bool:
         self._waiters += 1
         try:

@@ -28,15 +28,20 @@ def acquire(options: Mapping[str, Any]) -> None:
     Raises OptionError when they did so with other options, SchedulerError when it refuses them.
     """
     global _users, _options
-    runtime.load()
+    encoded = _json(options)
     with _lock:
         if _users and dict(options) != _options:
             raise OptionError(f"The scheduler runs with the options {_options} already; all sessions of a process "
                               "share one.")
         if not _users:
-            _check(_library().tfs_scheduler_enable(_json(options)))
+            _check(_library().tfs_scheduler_enable(encoded))
             _options = dict(options)
         _users += 1
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Checks options as :func:`acquire` does, and turns nothing on.  Raises OptionError, SchedulerError."""
+    _check(_library().tfs_scheduler_check(_json(options)))
 
 
 def release() -> None:
@@ -86,8 +91,10 @@ def stats() -> dict[str, Any]:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
+    runtime.load()
     lib = runtime.library()
     lib.tfs_scheduler_enable.argtypes = [ctypes.c_char_p]
+    lib.tfs_scheduler_check.argtypes = [ctypes.c_char_p]
     lib.tfs_scheduler_disable.restype = None
     lib.tfs_scheduler_set_tenant.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     lib.tfs_scheduler_remove_tenant.argtypes = [ctypes.c_char_p]
@@ -103,4 +110,9 @@ def _check(status: int) -> None:
 
 
 def _json(options: Mapping[str, Any]) -> bytes:
-    return json.dumps({k: v for k, v in options.items() if v is not None}).encode()
+    if not isinstance(options, Mapping):
+        raise OptionError(f"The scheduler's options are a {type(options).__name__}; they must be a dict.")
+    try:
+        return json.dumps({k: v for k, v in options.items() if v is not None}).encode()
+    except TypeError as error:
+        raise OptionError(f"The scheduler's options are numbers and text by name ({error}).") from None

@@ -74,7 +74,8 @@ class StitchSession:
           threads: requests that run at once, of all tenants together.
           reserve: threads that best-effort requests leave free (None: a quarter of them).
           beside: best-effort requests that may run beside others; further ones begin once no other request is there.
-          scheduler_options: what tfs_scheduler_enable takes; see docs/session.md.
+          scheduler_options: what tfs_scheduler_enable takes; see docs/session.md.  Without coalescing they are checked
+            and not used.
           options: how models that are not stitched yet are rewritten, with ``target`` as in rewrite_saved_model.
           config: a tf.compat.v1.ConfigProto that every tenant's session starts from.
           metrics_port: serve Prometheus metrics on this port (0: any free one; see ``metrics_port``).
@@ -88,6 +89,7 @@ class StitchSession:
         if config is not None and not isinstance(config, tf.compat.v1.ConfigProto):
             raise OptionError(f"Option 'config' is a {type(config).__name__}; it must be a tf.compat.v1.ConfigProto.")
         runtime.load()
+        scheduler_options = {} if scheduler_options is None else scheduler_options
         _grow_memory()
         gpus = tf.config.list_physical_devices("GPU")
         self.coalesce = bool(gpus) if coalesce is None else coalesce
@@ -103,8 +105,10 @@ class StitchSession:
         with contextlib.ExitStack() as undo:
             if self.coalesce:  # kernels that concurrent requests can share
                 self._options = replace(self._options, superkernels=True)
-                scheduler.acquire(scheduler_options or {})
+                scheduler.acquire(scheduler_options)
                 undo.callback(scheduler.release)
+            else:
+                scheduler.check(scheduler_options)
             self._folder = Path(tempfile.mkdtemp(prefix="tf_stitch_session_"))
             undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
             self._dispatcher = Dispatcher(threads, threads // 4 if reserve is None else reserve, beside)
@@ -318,6 +322,10 @@ class StitchSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("A StitchSession cannot be copied or pickled: it has threads, and models on devices.  Make one "
+                        "in each process.")
+
     # --- watching -----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -417,6 +425,7 @@ class StitchSession:
         self._end.detach()
         self._closed, self._changes = True, threading.RLock()  # a thread that is not there may have held the lock
         self._tenants = {}
+        self._dispatcher.forked()
 
 
 _sessions: weakref.WeakSet[StitchSession] = weakref.WeakSet()
