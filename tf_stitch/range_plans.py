@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
-import os
 import pickle
-import subprocess
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from . import forks
 from .assemble import assemble
 from .backend.host import usable_cores
 from .codegen.kernel import Kernel
@@ -37,7 +35,7 @@ log = logging.getLogger("tf_stitch")
 Begin = Callable[[str], None]  # told of kernels' text
 Laid = tuple[Program, list[Kernel]]
 
-MANY_NODES = 200  # of a graph: fewer are planned before a process has started
+MANY_NODES = 24  # of a graph: fewer are planned before a process has read them
 FEW_CORES = 4  # with fewer, compilers need them all
 CORES_EACH = 2  # cores for each such process
 MOST_SENT = 64 << 20  # bytes of literals that a process is worth to be sent
@@ -106,7 +104,11 @@ class _Helpers:
         self.left = list(self.bounded) if count else []  # what nobody plans yet
         self.ended = {r: threading.Event() for r in self.left}
         job = pickle.dumps((graph, target, ranges)) if count else b""
-        self.helpers = [_Helper(job, self) for _ in range(count)]
+        self.helpers: list[_Helper] = []
+        try:
+            self.helpers += (_Helper(job, self) for _ in range(count))
+        except OSError as error:
+            log.warning("A process that plans kernels could not be started (%s); others do its work.", error.strerror)
 
     def __enter__(self) -> _Helpers:
         return self
@@ -152,11 +154,24 @@ class _Helpers:
                     _told(made, self.begin)
 
 
+_server = forks.Server(__name__)
+
+
+def prepare() -> None:
+    """Starts the process that others are forked from, where those are of use: a graph of unknown size is to come."""
+    if _usable():
+        with contextlib.suppress(OSError):  # it comes up again where a plan is to be made
+            _server.start()
+
+
 def _worth_helpers(graph: Graph) -> bool:
     nodes = graph.nodes()
     sent = sum(v.nbytes for n in nodes for v in n.attrs.values() if isinstance(v, np.ndarray))
-    return (len(nodes) >= MANY_NODES and sent <= MOST_SENT and usable_cores() >= FEW_CORES
-            and Path(sys.executable or "").name.startswith("python"))
+    return len(nodes) >= MANY_NODES and sent <= MOST_SENT and _usable()
+
+
+def _usable() -> bool:
+    return usable_cores() >= FEW_CORES and Path(sys.executable or "").name.startswith("python")
 
 
 class _Helper:
@@ -164,27 +179,22 @@ class _Helper:
 
     def __init__(self, job: bytes, work: _Helpers):
         self.job, self.work = job, work
-        self.process: subprocess.Popen[bytes] | None = None
-        folder = str(Path(__file__).parents[1])
-        with contextlib.suppress(OSError):  # no process to be had: planned here
-            self.process = subprocess.Popen(
-                [sys.executable, "-S", "-c", f"from {__name__} import main; main()"], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join([folder, *sys.path])})
         self.stopped = False
+        self.connection = _server.fork()
         self.thread = threading.Thread(target=self._talk, daemon=True)
         self.thread.start()
 
     def _talk(self) -> None:
         r = None
         try:
-            assert self.process is not None and self.process.stdin and self.process.stdout
-            self.process.stdin.write(self.job)
-            self.process.stdin.flush()
-            pickle.load(self.process.stdout)  # it has started
-            while r := self.work.next():
-                pickle.dump(r, self.process.stdin)
-                self.process.stdin.flush()
-                self.work.arrived(r, pickle.load(self.process.stdout))
+            with self.connection.makefile("rwb") as stream:
+                stream.write(self.job)
+                stream.flush()
+                pickle.load(stream)  # it has read the graph
+                while r := self.work.next():
+                    pickle.dump(r, stream)
+                    stream.flush()
+                    self.work.arrived(r, pickle.load(stream))
         except Exception as error:  # it died
             if not self.stopped:
                 log.warning("A process that plans kernels ended without an answer (%s); this one plans them.",
@@ -194,32 +204,24 @@ class _Helper:
 
     def stop(self) -> None:
         self.stopped = True
-        if self.process is not None:
-            self.process.kill()
+        with contextlib.suppress(OSError):  # it has died
+            self.connection.shutdown(socket.SHUT_RDWR)
         self.thread.join()
-        if self.process is not None:
-            self.process.communicate()  # closes its pipes
+        self.connection.close()
 
 
-def main() -> None:
-    """What such a process does: a graph from its standard input, then ranges, whose plans go to its standard output."""
-    gc.disable()
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what else is printed must not get between
-    with out:
-        _answer(sys.stdin.buffer, out)
-
-
-def _answer(source: BinaryIO, out: BinaryIO) -> None:
-    graph, target, ranges = pickle.load(source)
-    pickle.dump("ready", out)
-    out.flush()
-    while True:
-        try:
-            r = pickle.load(source)
-        except EOFError:
-            return
-        plan = plan_range(graph, target, r, ranges)
-        program, kernels = plan.lay_out()
-        pickle.dump((plan.memory, plan.times, (program, [replace(k, args=()) for k in kernels])), out)
-        out.flush()
+def main(connection: socket.socket) -> None:
+    """What such a process does: it is sent a graph, then ranges, whose plans it answers with."""
+    with connection.makefile("rwb") as stream:
+        graph, target, ranges = pickle.load(stream)
+        pickle.dump("ready", stream)
+        stream.flush()
+        while True:
+            try:
+                r = pickle.load(stream)
+            except EOFError:
+                return
+            plan = plan_range(graph, target, r, ranges)
+            program, kernels = plan.lay_out()
+            pickle.dump((plan.memory, plan.times, (program, [replace(k, args=()) for k in kernels])), stream)
+            stream.flush()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ir_graphs import random_case
 from tf_stitch import compiler
-from tf_stitch.backend import cache, cuda
+from tf_stitch.backend import cache, cuda, nvrtc
 from tf_stitch.errors import CompileError, DeviceError
 from tf_stitch.ir.builder import Builder
 from tf_stitch.options import Options
@@ -44,7 +44,7 @@ def test_code_comes_from_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
     text = compiler.build_program(softmax_graph(), CUDA).text
     made = cuda.compile_text(text, ("sm_90",))
-    monkeypatch.setattr(cuda.Nvcc, "_run", lambda *args: pytest.fail("compiled again"))
+    monkeypatch.setattr(cuda.Nvcc, "assemble", lambda *args: pytest.fail("compiled again"))
     assert cuda.compile_text(text, ("sm_90",)) == made
 
 
@@ -59,7 +59,7 @@ def test_random_graphs_compile(monkeypatch, tmp_path):
 @needs_nvcc
 def test_errors_name_the_line(monkeypatch, tmp_path):
     monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
-    with pytest.raises(CompileError, match=r"nvcc failed to compile a kernel: .*error"):
+    with pytest.raises(CompileError, match=r"(nvcc|NVRTC) failed to compile a kernel: .*error"):
         cuda.compile_text("this is no kernel\n", ("compute_90",))
     with pytest.raises(CompileError, match="cannot build code for 'sm_x'"):
         cuda.compile_text("", ("sm_x",))
@@ -71,9 +71,37 @@ def test_a_missing_compiler_is_named(monkeypatch):
         cuda.compile_text("", ("sm_90",))
     monkeypatch.delenv("TF_STITCH_NVCC")
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(cuda, "_nvrtc", lambda: None)
+    monkeypatch.setattr(nvrtc, "find", lambda: None)
     with pytest.raises(CompileError, match=r"pip install 'tensorflow\[and-cuda\]'"):
         cuda.compile_text("", ("sm_90",))
+
+
+@needs_nvcc
+def test_which_front_end_compiles(monkeypatch):
+    """NVRTC where it is of nvcc's release; it alone where there is no nvcc."""
+    compiler_of = cuda.find_compiler()
+    found = nvrtc.find()
+    if found is None:
+        pytest.skip("needs NVRTC")
+    same = found.release == compiler_of.release
+    assert compiler_of.front_end("90").name.startswith(found.version) == same
+    assert nvrtc.beside(compiler_of.path, (1, 0)) is None
+    monkeypatch.setenv(nvrtc.SWITCH, "0")
+    assert cuda.find_compiler().front_end("90").name.startswith(compiler_of.path)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert cuda.find_compiler().front_end("90").name.startswith(found.version)
+
+
+def test_nvrtc_alone(monkeypatch, tmp_path):
+    if nvrtc.find() is None:
+        pytest.skip("needs NVRTC")
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    text = compiler.build_program(softmax_graph(), CUDA).text
+    made = cuda.compile_text(text)
+    assert made["sm_90"][:4] == b"\x7fELF" and b".target sm_90" in made["compute_90"]
+    with pytest.raises(CompileError, match=r"NVRTC failed to compile a kernel: .*error"):
+        cuda.compile_text("this is no kernel\n", ("sm_90",))
 
 
 def test_running_needs_pycuda(monkeypatch):

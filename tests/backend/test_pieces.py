@@ -8,12 +8,22 @@ import pytest
 
 from tests.ir_graphs import random_case
 from tf_stitch import compiler
-from tf_stitch.backend import cuda, pieces
+from tf_stitch.backend import cuda, front_end, nvrtc, pieces
 from tf_stitch.codegen.kernel import WITH_MANY
 from tf_stitch.codegen.unit import SEPARATOR
 from tf_stitch.schedule.target import CUDA
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+@pytest.fixture(params=["nvcc", "NVRTC"])
+def compiler_of(request, monkeypatch, tmp_path):
+    """Which front end compiles; nothing comes from a cache."""
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    monkeypatch.setenv(nvrtc.SWITCH, "0" if request.param == "nvcc" else "1")
+    if request.param == "NVRTC" and cuda.find_compiler().library is None:
+        pytest.skip("needs NVRTC of nvcc's release")
+    return request.param
 
 
 def kernel(name: int, length: int, also: str = "") -> str:
@@ -108,12 +118,11 @@ def test_ptx_of_another_kind_is_refused() -> None:
 
 
 @needs_nvcc
-def test_what_cannot_be_joined_is_compiled_whole(monkeypatch, tmp_path, caplog) -> None:
+def test_what_cannot_be_joined_is_compiled_whole(monkeypatch, compiler_of, caplog) -> None:
     def refuse(ptx):
         raise pieces.JoinError("The PTX statement 'x' is of no known kind.")
 
-    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(cuda, "usable_cores", lambda: 2)
+    monkeypatch.setattr(front_end, "usable_cores", lambda: 2)
     monkeypatch.setattr(pieces, "join_ptx", refuse)
     text = SEPARATOR.join(kernel(i, 9000) for i in (1, 2))
     made = cuda.compile_text(text, ("compute_90",))["compute_90"].decode()
@@ -122,13 +131,13 @@ def test_what_cannot_be_joined_is_compiled_whole(monkeypatch, tmp_path, caplog) 
 
 
 @needs_nvcc
-def test_pieces_and_the_whole_define_the_same(monkeypatch, tmp_path) -> None:
+def test_pieces_and_the_whole_define_the_same(monkeypatch, tmp_path, compiler_of) -> None:
     kernels = [k for seed in range(740, 790) for k in compiler.lay_out(random_case(seed).graph, CUDA)[1]]
     text = compiler.join_texts(kernels)
     ptx = {}
     for cores in (1, 4):
         monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / str(cores)))
-        monkeypatch.setattr(cuda, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(front_end, "usable_cores", lambda cores=cores: cores)
         made = cuda.compile_text(text, ("sm_90", "compute_90"))
         assert made["sm_90"][:4] == b"\x7fELF"
         ptx[cores] = made["compute_90"].decode()
@@ -138,36 +147,72 @@ def test_pieces_and_the_whole_define_the_same(monkeypatch, tmp_path) -> None:
 
 
 @needs_nvcc
-def test_an_error_in_a_piece_is_named(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(cuda, "usable_cores", lambda: 2)
+def test_an_error_in_a_piece_is_named(monkeypatch, compiler_of) -> None:
+    monkeypatch.setattr(front_end, "usable_cores", lambda: 2)
     bad = SEPARATOR.join([kernel(1, 9000), kernel(2, 9000, "no such statement;")])
-    with pytest.raises(cuda.CompileError, match=r"nvcc failed to compile a kernel: .*error"):
+    with pytest.raises(cuda.CompileError, match=rf"{compiler_of} failed to compile a kernel: .*error"):
         cuda.compile_text(bad, ("compute_90",))
 
 
 @needs_nvcc
-def test_what_was_begun_is_compiled_once(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(cuda, "usable_cores", lambda: 2)
+def test_what_was_begun_is_compiled_once(monkeypatch, compiler_of) -> None:
+    monkeypatch.setattr(front_end, "usable_cores", lambda: 2)
     compiled = []
-    real = cuda.Nvcc._run
-    monkeypatch.setattr(cuda.Nvcc, "_run", lambda self, source, suffix, flags: (
-        compiled.extend(re.findall(rb"^TS_KERNEL\(ts_0*(\d)", source, re.M)), real(self, source, suffix, flags))[1])
+    real = front_end.translation_unit
+    monkeypatch.setattr(front_end, "translation_unit", lambda part, target: (
+        compiled.extend(re.findall(r"^TS_KERNEL\(ts_0*(\d)", part, re.M)), real(part, target))[1])
     texts = [kernel(i, 9000) for i in range(1, 6)]
     cuda.begin_text(SEPARATOR.join(texts[:2]))
     cuda.begin_text(SEPARATOR.join(texts[1:4]))
     made = cuda.compile_text(SEPARATOR.join([texts[0], *texts[2:]]))
     entries = re.findall(r"\.entry ts_0*(\d)", made["compute_90"].decode())
-    assert sorted(compiled) == [b"1", b"2", b"3", b"4", b"5"] and {"1", "3", "4", "5"} <= set(entries)
+    assert sorted(compiled) == ["1", "2", "3", "4", "5"] and {"1", "3", "4", "5"} <= set(entries)
     assert len(entries) == len(set(entries)) and made["sm_90"][:4] == b"\x7fELF"
     again = cuda.compile_text(SEPARATOR.join(texts[:2]), ("compute_90",))["compute_90"].decode()  # no piece is left
-    assert sorted(re.findall(r"\.entry ts_0*(\d)", again)) == ["1", "2"] and not cuda._begun
+    assert sorted(re.findall(r"\.entry ts_0*(\d)", again)) == ["1", "2"] and not front_end._begun
 
 
 @needs_nvcc
-def test_what_was_begun_without_directives_is_another_kernel(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+@pytest.mark.parametrize("compiler_of", ["NVRTC"], indirect=True)
+def test_what_was_begun_changes_nothing(compiler_of, monkeypatch, tmp_path) -> None:
+    texts = [kernel(i, 100 * i) for i in range(1, 6)]
+    whole = SEPARATOR.join(texts)
+    code = []
+    for k, begun in enumerate(([], texts[3:4], texts[1:])):
+        monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / str(k)))
+        for text in begun:
+            cuda.begin_text(text)
+        code.append(cuda.compile_text(whole))
+    assert code[0] == code[1] == code[2]
+
+
+@needs_nvcc
+def test_both_front_ends_give_the_same_kernels(monkeypatch, tmp_path) -> None:
+    """The same arithmetic and accesses; only addresses, and how floats become whole numbers, are written otherwise."""
+    kernels = [k for seed in range(740, 760) for k in compiler.lay_out(random_case(seed).graph, CUDA)[1]]
+    found = {}
+    for switch in ("0", "1"):
+        monkeypatch.setenv(nvrtc.SWITCH, switch)
+        monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / switch))
+        if switch == "1" and cuda.find_compiler().library is None:
+            pytest.skip("needs NVRTC of nvcc's release")
+        ptx = cuda.compile_text(compiler.join_texts(kernels), ("compute_90",))["compute_90"].decode()
+        what = re.compile(r"^\s+(fma|mul\.rn|div\.rn|sqrt|[sl][td]\.(?:global|shared))", re.M)
+        found[switch] = {name: sorted(what.findall(body))
+                         for name, body in re.findall(r"\.entry (\w+)\((.*?)^}", ptx, re.M | re.S)}
+    assert found["0"] == found["1"] and len(found["0"]) > 10
+
+
+def test_constants_that_nothing_reads_go() -> None:
+    used = ".global .align 4 .u32 _Z4nearILi8EE = 8;\n"
+    unused = ".global .align 1 .u8 _Z4nearILi8EE_0 = 1;\n.global .align 1 .u8 half;\n"
+    table = ".global .align 4 .b8 table[8] = {0, 0};\n"
+    body = ".visible .entry a()\n{\nld.global.u32 %r1, [_Z4nearILi8EE];\n}\n"
+    assert pieces.without_unused(used + unused + table + body) == used + table + body
+
+
+@needs_nvcc
+def test_what_was_begun_without_directives_is_another_kernel(monkeypatch, tmp_path, compiler_of) -> None:
     text = SEPARATOR.join(f"TS_KERNEL(ts_{i:016x}, 1, 0) {{ }}" for i in (1, 2))
     for begun in (text, WITH_MANY + text):
         monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / str(len(begun))))
@@ -177,10 +222,9 @@ def test_what_was_begun_without_directives_is_another_kernel(monkeypatch, tmp_pa
 
 
 @needs_nvcc
-def test_an_error_in_what_was_begun_comes_up_later(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+def test_an_error_in_what_was_begun_comes_up_later(compiler_of) -> None:
     bad = kernel(2, 9000, "no such statement;")
     cuda.begin_text(bad)
     for _ in range(2):  # the second time nothing is left of it
-        with pytest.raises(cuda.CompileError, match=r"nvcc failed to compile a kernel: .*error"):
+        with pytest.raises(cuda.CompileError, match=rf"{compiler_of} failed to compile a kernel: .*error"):
             cuda.compile_text(SEPARATOR.join([kernel(1, 9000), bad]), ("compute_90",))

@@ -60,10 +60,23 @@ def test_a_process_that_fails_is_made_up_for(helped, monkeypatch, tmp_path, capl
     bad = tmp_path / "python"
     bad.write_text("#!/bin/sh\nexit 3\n")
     bad.chmod(0o755)
+    range_plans._server.stop()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", str(bad))
         program = compiler.lay_out(two_layers(), CUDA)[0]
-    assert "ended without an answer" in caplog.text
+    range_plans._server.stop()
+    assert re.search("ended without an answer|could not be started", caplog.text)  # whichever is seen first
+    here_only(monkeypatch)
+    assert program == compiler.lay_out(two_layers(), CUDA)[0]
+
+
+def test_without_processes_all_is_planned_here(helped, monkeypatch, caplog):
+    def none_left():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(range_plans._server, "fork", none_left)
+    program = compiler.lay_out(two_layers(), CUDA)[0]
+    assert "could not be started (Resource temporarily unavailable)" in caplog.text
     here_only(monkeypatch)
     assert program == compiler.lay_out(two_layers(), CUDA)[0]
 

@@ -1,17 +1,14 @@
-"""The CUDA backend: kernel text to cubin and PTX with nvcc, or NVRTC where there is no nvcc; a runner on PyCUDA.
+"""The CUDA backend: kernel text to PTX with NVRTC or nvcc, PTX to a cubin with nvcc; a runner on PyCUDA.
 
 Compiling needs no GPU and no PyCUDA.  PyCUDA is imported only to load, launch and time kernels without TensorFlow.
-Environment: ``TF_STITCH_NVCC`` names the compiler; see :mod:`.cache` for where compiled code is kept.
+Environment: ``TF_STITCH_NVCC`` names the compiler, ``TF_STITCH_NVRTC=0`` leaves all work to its processes; see
+:mod:`.cache` for where compiled code is kept.
 """
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
-import glob
-import importlib.util
-import logging
 import os
 import re
 import shutil
@@ -19,8 +16,7 @@ import statistics
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +28,10 @@ from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..program.program import AliasStep, Buffer, Grid, KernelStep, LibraryStep, Program
 from ..program.table import make_table
-from . import pieces
+from . import nvrtc, pieces
 from .cache import Cache, first_error, key_of
+from .front_end import FrontEnd
 from .host import bind, call_library, usable_cores
-
-log = logging.getLogger("tf_stitch")
 
 PTX = Cache("cuda", ".ptx")
 CUBIN = Cache("cuda", ".cubin")
@@ -45,9 +40,10 @@ DEFAULT_TARGETS = ("sm_90", "compute_90")
 # No contraction into FMAs, as on the host (codegen.unit): each op rounds as TensorFlow's does.  Division and roots
 # stay exact (nvcc's default), denormals are kept.
 FLAGS = ("-std=c++17", "-fmad=false")
-MOST_BEGUN = 1000  # kernels that are compiled before it is known what module they will be part of
 NOTHING_KEPT = (1 << 64) - 1  # ts_grid.kept: -1
 NVCC_FLAGS = ("-w",)
+SPLITS_SINCE = (12, 0)  # the release of the assembler that can work on several cores
+_RELEASE = re.compile(r"\bcuda_(\d+)\.(\d+)")
 _TARGET = re.compile(r"(sm|compute)_(\d{2,3})")
 
 
@@ -67,16 +63,21 @@ def compile_text(text: str, targets: Sequence[str] = DEFAULT_TARGETS) -> dict[st
     return out
 
 
-def begin_text(text: str, targets: Sequence[str] = DEFAULT_TARGETS) -> None:
-    """Begins to compile kernels that are to be part of a text which compile_text will be given.
+def prepare() -> None:
+    """Begins to look for compilers and to load them, while something else is done."""
+    def look() -> None:
+        with contextlib.suppress(CompileError):  # comes up again where something is to be compiled
+            find_compiler()
 
-    Errors come up there.  NVRTC compiles one text after the other: there is nothing to begin with it.
-    """
+    threading.Thread(target=look, daemon=True).start()
+
+
+def begin_text(text: str, targets: Sequence[str] = DEFAULT_TARGETS) -> None:
+    """Begins to compile kernels that will be part of a text which compile_text is given; errors come up there."""
     with contextlib.suppress(CompileError):
         compiler = find_compiler()
-        if isinstance(compiler, Nvcc):
-            for number in {_parse(target)[1] for target in targets}:
-                compiler.begin(text, number)
+        for number in {_parse(target)[1] for target in targets}:
+            compiler.front_end(number).begin(text)
 
 
 def targets_of(target: str) -> tuple[str, ...]:
@@ -101,75 +102,58 @@ def _parse(target: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-class Nvcc:
-    """nvcc of the CUDA toolkit: PTX first, then ptxas makes a cubin of it, so the front end runs once."""
+class Compiler:
+    """Kernel text to PTX by a front end, PTX to a cubin by an assembler: the front end runs once."""
 
-    def __init__(self, path: str):
-        self.path = path
-        self.version, self.splits = _nvcc_facts(path, os.stat(path).st_mtime_ns)
+    def __init__(self, path: str, version: str):
+        self.path, self.version = path, version
+
+    def front_end(self, number: str) -> FrontEnd:
+        """What makes PTX for a chip."""
+        raise NotImplementedError
 
     def chips(self) -> list[str]:
         """The chips that it builds code for, as "sm_90"."""
-        return _said(self.path, "--list-gpu-code").split()
+        raise NotImplementedError
 
     def ptx(self, text: str, number: str) -> bytes:
-        flags = self._ptx_flags(number)
-        key = key_of([self.version, *flags, translation_unit(text, "cuda")])
-        return _cached(PTX, key, lambda: self._front_end(text, flags))
-
-    @staticmethod
-    def _ptx_flags(number: str) -> list[str]:
-        return [f"-arch=compute_{number}", "-ptx", *FLAGS, *NVCC_FLAGS]
-
-    def begin(self, text: str, number: str) -> None:
-        """Begins to compile kernels that a text will have, in fewer pieces: others are compiled beside."""
-        flags = self._ptx_flags(number)
-        with _begun_lock:
-            for part in self._late(text, self._begun(text, flags), -(-usable_cores() // 2)):
-                made = self._submit(part, flags)
-                directives, kernels = pieces.parts(part)
-                _begun.update({(self.path, *flags, directives, kernel): made for kernel in kernels})
-            while len(_begun) > MOST_BEGUN:  # of plans that came to nothing
-                _forget([next(iter(_begun.values()))])
-
-    def _begun(self, text: str, flags: Sequence[str]) -> dict[str, Future[bytes]]:
-        """The kernels of a text that are compiled already or being compiled, each with the PTX of its piece."""
-        directives, kernels = pieces.parts(text)
-        keys = {kernel: (self.path, *flags, directives, kernel) for kernel in kernels}
-        with _begun_lock:
-            return {kernel: _begun[key] for kernel, key in keys.items() if key in _begun}
-
-    @staticmethod
-    def _late(text: str, begun: Collection[str], most: int) -> list[str]:
-        """At most ``most`` pieces of what is left of a text without the kernels that were begun, if anything is."""
-        if all(kernel in begun for kernel in pieces.parts(text)[1]):
-            return []
-        return pieces.split(pieces.without(text, begun), most)
-
-    def _submit(self, part: str, flags: Sequence[str]) -> Future[bytes]:
-        return _threads().submit(self._run, translation_unit(part, "cuda").encode(), ".cu", flags)
+        front = self.front_end(number)
+        return _cached(PTX, key_of([front.name, translation_unit(text, "cuda")]), lambda: front.ptx(text))
 
     def cubin(self, text: str, number: str) -> bytes:
-        flags = [f"-arch=sm_{number}", "-cubin"]
-        key = key_of([self.version, *flags, *FLAGS, *NVCC_FLAGS, translation_unit(text, "cuda")])
-        if self.splits:
-            flags += ["-Xptxas", "--split-compile=0"]  # as many threads as there are cores
-        return _cached(CUBIN, key, lambda: self._run(self.ptx(text, number), ".ptx", flags))
+        """Machine code of a text for a chip."""
+        key = key_of([self.version, number, self.front_end(number).name, translation_unit(text, "cuda")])
+        return _cached(CUBIN, key, lambda: self.assemble(text, number))
 
-    def _front_end(self, text: str, flags: Sequence[str]) -> bytes:
-        """PTX of a text, large ones in pieces; pieces that were begun are taken as they are."""
-        begun = self._begun(text, flags)
-        early = list(dict.fromkeys(begun.values()))
-        late = [self._submit(part, flags) for part in self._late(text, begun, usable_cores())]
-        _forget(early)
-        made = [f.result() for f in (*early, *late)]
-        if len(made) == 1:
-            return made[0]
-        try:
-            return pieces.join_ptx([ptx.decode() for ptx in made]).encode()
-        except pieces.JoinError as error:
-            log.warning("%s  The kernels are compiled once more, in one piece.", error)
-            return self._run(translation_unit(text, "cuda").encode(), ".cu", flags)
+    def assemble(self, text: str, number: str) -> bytes:
+        """As cubin, without the cache."""
+        raise NotImplementedError
+
+
+class Nvcc(Compiler):
+    """nvcc of the CUDA toolkit: its assembler, and its front end where there is no NVRTC of the same release."""
+
+    def __init__(self, path: str):
+        super().__init__(path, _nvcc_version(path, os.stat(path).st_mtime_ns))
+        release = _RELEASE.search(self.version)
+        self.release = (int(release[1]), int(release[2])) if release else (0, 0)
+        self.library = nvrtc.beside(path, self.release)
+
+    def chips(self) -> list[str]:
+        return _said(self.path, "--list-gpu-code").split()
+
+    def front_end(self, number: str) -> FrontEnd:
+        if self.library:
+            return _library_front_end(self.library, number)
+        flags = [f"-arch=compute_{number}", "-ptx", *FLAGS, *NVCC_FLAGS]
+        return FrontEnd(" ".join([self.path, self.version, *flags]), pieces.PIECE,
+                        lambda source: self._run(source.encode(), ".cu", flags))
+
+    def assemble(self, text: str, number: str) -> bytes:
+        flags = [f"-arch=sm_{number}", "-cubin"]
+        if self.release >= SPLITS_SINCE:
+            flags += ["-Xptxas", "--split-compile=0"]  # as many threads as there are cores
+        return self._run(self.ptx(text, number), ".ptx", flags)
 
     def _run(self, source: bytes, suffix: str, flags: Sequence[str]) -> bytes:
         try:
@@ -185,21 +169,7 @@ class Nvcc:
             raise CompileError(f"Compiling a kernel failed: {error.strerror} ({error.filename}).") from None
 
 
-_begun: dict[tuple[str, ...], Future[bytes]] = {}  # by compiler, flags and kernel: the PTX of the piece that has it
-_begun_lock = threading.RLock()
-
-
-def _forget(made: Collection[Future[bytes]]) -> None:
-    """Takes pieces out of what was begun, all kernels of a piece at once: none may come into a module twice."""
-    with _begun_lock:
-        for key in [k for k, f in _begun.items() if f in made]:
-            del _begun[key]
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Threads that wait for compilers."""
-    return ThreadPoolExecutor(usable_cores(), thread_name_prefix="tf_stitch_nvcc")
+_find_lock = threading.Lock()
 
 
 @functools.cache
@@ -208,57 +178,31 @@ def _process_slots() -> threading.BoundedSemaphore:
     return threading.BoundedSemaphore(usable_cores())
 
 
-class Nvrtc:
-    """NVRTC: the compiler as a library, which ``tensorflow[and-cuda]`` and the driver's wheels bring."""
+class Library(Compiler):
+    """NVRTC alone: it assembles, too, but only what it has compiled itself."""
 
-    def __init__(self, path: str):
-        self.path = path
-        self.lib = ctypes.CDLL(path)
-        self.lib.nvrtcGetErrorString.restype = ctypes.c_char_p
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self._check(self.lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
-        self.version = f"nvrtc {major.value}.{minor.value}"
+    def __init__(self, library: nvrtc.Nvrtc):
+        super().__init__(library.path, library.version)
+        self.library = library
 
     def chips(self) -> list[str]:
-        """As Nvcc's."""
-        count = ctypes.c_int()
-        self._check(self.lib.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
-        numbers = (ctypes.c_int * count.value)()
-        self._check(self.lib.nvrtcGetSupportedArchs(numbers))
-        return [f"sm_{n}" for n in numbers]
+        return self.library.chips()
 
-    def ptx(self, text: str, number: str) -> bytes:
-        return self._make(PTX, text, f"compute_{number}", "PTX").rstrip(b"\0")
+    def front_end(self, number: str) -> FrontEnd:
+        return _library_front_end(self.library, number)
 
-    def cubin(self, text: str, number: str) -> bytes:
-        return self._make(CUBIN, text, f"sm_{number}", "CUBIN")
+    def assemble(self, text: str, number: str) -> bytes:
+        return self.library.compile(translation_unit(text, "cuda"), _library_flags(f"sm_{number}"), "CUBIN")
 
-    def _make(self, cache: Cache, text: str, arch: str, kind: str) -> bytes:
-        source, flags = translation_unit(text, "cuda"), [f"--gpu-architecture={arch}", *FLAGS, "-w", "-default-device"]
-        return _cached(cache, key_of([self.version, *flags, source]), lambda: self._compile(source, flags, kind))
 
-    def _compile(self, source: str, flags: Sequence[str], kind: str) -> bytes:
-        program = ctypes.c_void_p()
-        self._check(self.lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None))
-        try:
-            options = (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags))
-            if self.lib.nvrtcCompileProgram(program, len(flags), options):
-                log = self._read(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").decode(errors="replace")
-                raise CompileError(f"NVRTC failed to compile a kernel: {first_error(log.rstrip(chr(0)))}")
-            return self._read(program, f"nvrtcGet{kind}Size", f"nvrtcGet{kind}")
-        finally:
-            self.lib.nvrtcDestroyProgram(ctypes.byref(program))
+def _library_flags(arch: str) -> list[str]:
+    return [f"--gpu-architecture={arch}", *FLAGS, "-w"]
 
-    def _read(self, program: ctypes.c_void_p, size_of: str, read: str) -> bytes:
-        size = ctypes.c_size_t()
-        self._check(getattr(self.lib, size_of)(program, ctypes.byref(size)))
-        room = ctypes.create_string_buffer(size.value)
-        self._check(getattr(self.lib, read)(program, room))
-        return room.raw
 
-    def _check(self, result: int) -> None:
-        if result:
-            raise CompileError(f"NVRTC failed: {self.lib.nvrtcGetErrorString(result).decode()}.")
+def _library_front_end(library: nvrtc.Nvrtc, number: str) -> FrontEnd:
+    flags = _library_flags(f"compute_{number}")
+    return FrontEnd(" ".join([library.version, *flags]), 0, lambda source: pieces.without_unused(
+        library.compile(source, flags, "PTX").rstrip(b"\0").decode()).encode())
 
 
 def _cached(cache: Cache, key: str, make: Any) -> bytes:
@@ -269,8 +213,13 @@ def _cached(cache: Cache, key: str, make: Any) -> bytes:
     return code
 
 
-def find_compiler() -> Nvcc | Nvrtc:
+def find_compiler() -> Compiler:
     """nvcc, or NVRTC where there is none.  Raises CompileError when there is neither."""
+    with _find_lock:  # who comes while another looks gets what that finds
+        return _find_compiler()
+
+
+def _find_compiler() -> Compiler:
     wanted = os.environ.get("TF_STITCH_NVCC", "").strip()
     path = shutil.which(wanted or "nvcc") or (None if wanted else shutil.which("/usr/local/cuda/bin/nvcc"))
     if path:
@@ -278,35 +227,17 @@ def find_compiler() -> Nvcc | Nvrtc:
     if wanted:
         raise CompileError(f"The CUDA compiler '{wanted}' that TF_STITCH_NVCC names is not there; install it or unset "
                            "TF_STITCH_NVCC.")
-    found = _nvrtc()
+    found = nvrtc.find()
     if found is None:
         raise CompileError("No CUDA compiler found: install the CUDA toolkit (nvcc), or NVRTC with "
                            "pip install 'tensorflow[and-cuda]'.")
-    return found
-
-
-@functools.cache
-def _nvrtc() -> Nvrtc | None:
-    for name in [*_nvrtc_wheels(), "libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]:
-        with contextlib.suppress(OSError):
-            return Nvrtc(name)
-    return None
-
-
-def _nvrtc_wheels() -> list[str]:
-    """libnvrtc of NVIDIA's wheels, the newest first."""
-    spec = importlib.util.find_spec("nvidia")
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    found = [f for p in places for pattern in ("cu*/lib", "cuda_nvrtc/lib")
-             for f in glob.glob(f"{p}/{pattern}/libnvrtc.so.*") if "alt" not in Path(f).name]
-    return sorted(found, reverse=True)
+    return Library(found)
 
 
 @functools.lru_cache(maxsize=8)
-def _nvcc_facts(path: str, mtime: int) -> tuple[str, bool]:
-    """nvcc's version, and whether its assembler can work on several cores (since CUDA 12)."""
-    version = _said(path, "--version").strip().splitlines()[-1]
-    return version, "--split-compile" in _said(path, "--help")
+def _nvcc_version(path: str, mtime: int) -> str:
+    """The line that tells builds apart, "Build cuda_13.0.r13.0/compiler.36424714_0"."""
+    return _said(path, "--version").strip().splitlines()[-1]
 
 
 def _said(path: str, question: str) -> str:

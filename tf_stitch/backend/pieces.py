@@ -1,17 +1,18 @@
 """Large CUDA texts are compiled in pieces, side by side, and their PTX is joined: one module as before, sooner.
 
-nvcc's front end, which takes most of the time, uses one core; the assembler (ptxas) splits its work by itself.
+The front end, which takes most of the time, uses one core; the assembler (ptxas) splits its work by itself.
 """
 from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from ..codegen.unit import SEPARATOR
 from ..errors import CompileError
 
-PIECE = 4000  # characters: what takes about half as long to compile as the headers that every piece has to read
+PIECE = 4000  # characters: what takes nvcc about half as long to compile as it takes to start
 _NAME = re.compile(r"\bts_[0-9a-f]{16}")  # of a kernel
 _HEADER = (".version", ".target", ".address_size")
 _SHARED = (".extern", ".weak")
@@ -19,20 +20,24 @@ _GLOBAL = (".visible", *_SHARED)
 _FUNCTION = re.compile(r"[^=;{]*?\.(?:func|entry)\s*(?:\([^)]*\)\s*)?([\w$]+)")
 _VARIABLE = re.compile(r"[^=;({]*?([\w$]+)\s*(?:\[\w*\]\s*)*(?:=|;)")
 
+_CONSTANT = re.compile(r"^\.global [^;={(]*?([\w$]+)(?: = [\w.]+)?;\n", re.M)  # of one element
+_WORD = re.compile(r"[\w$]+")
+
 
 class JoinError(CompileError):
     """PTX that this module does not understand; the text must be compiled as a whole."""
 
 
-def split(text: str, most: int) -> list[str]:
+def split(text: str, most: int, piece: int = PIECE) -> list[str]:
     """The kernels of a text in at most ``most`` texts of about the same length, which can be compiled apart.
 
+    A text has ``piece`` characters or more, where there are so many.
     Kernels that name one another (one calls another's body, for example) stay together, in their order.  Directives
     of the preprocessor that the text begins with are in every piece.
     """
     directives, kernels = parts(text)
     groups = _together(kernels)
-    count = max(1, min(most, len(groups), sum(map(len, kernels)) // PIECE))
+    count = max(1, min(most, len(groups), sum(map(len, kernels)) // piece))
     bins: list[list[int]] = [[] for _ in range(count)]
     sizes = [0] * count
     for group in sorted(groups, key=lambda g: -sum(len(kernels[i]) for i in g)):
@@ -93,6 +98,12 @@ def join_ptx(pieces: Sequence[str]) -> str:
                 shared |= {_name(s)} if s.startswith(_SHARED) else set()
                 body.append(rename.sub(rf"\1__{i}", s) if rename else s)
     return "\n".join([*head, *body]) + "\n"
+
+
+def without_unused(ptx: str) -> str:
+    """PTX without the constants that nothing in it reads: NVRTC leaves all of the headers' in, nvcc does not."""
+    named = Counter(_WORD.findall(ptx))
+    return _CONSTANT.sub(lambda found: found[0] if named[found[1]] > 1 else "", ptx)
 
 
 def _name(statement: str) -> str:

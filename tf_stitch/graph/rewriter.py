@@ -255,6 +255,8 @@ class _Place:
             self.why_untouched = _IS_STITCHED
             return
         try:
+            compiler.prepare(self.options, any(None in (self.view.shape((n.name, 0)) or ())
+                                               for n in self.view if n.is_arg))
             self.infos = clusters.describe(self.view, self.options)
             if self.only is not None:
                 self.exclude({i.name: _OUTSIDE for i in self.infos if i.name not in self.only})
