@@ -9,6 +9,7 @@ namespace {
 
 constexpr size_t kLine = 128;    // counters of different slots share no cache line
 constexpr int64_t kRounds = 16;  // blocks that a thread block may run per phase, on average
+constexpr int64_t kFull = 16;    // blocks per multiprocessor of a kernel that fills the device, twice over
 
 size_t Aligned(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
@@ -74,8 +75,25 @@ std::string CudaGrid::Prepare(const cuda::Driver& driver, int64_t max_shared_byt
       if (program_.buffers[id].backing == Backing::kArena) arena_buffer_ = id;
     }
   }
-  if (!MakeGridTable(program_, plan_, grid_, &table_) || phases() < 2) return "";
-  if (table_.shared_bytes > max_shared_bytes) return "";
+  if (!MakeGridTable(program_, plan_, grid_, &table_) || table_.shared_bytes > max_shared_bytes) return "";
+  return cooperative() ? PrepareCooperative(driver, max_shared_bytes, pays) : PreparePack(driver, pays);
+}
+
+// Where the sizes at hand make members that fill the device, each is as fast alone, with its own registers.
+std::string CudaGrid::PreparePack(const cuda::Driver& driver, bool* pays) {
+  cuda::Device device;
+  int processors = 0;
+  cuda::Result result = driver.CtxGetDevice(&device);
+  if (!result) result = driver.DeviceGetAttribute(&processors, cuda::kMultiprocessors, device);
+  if (result) return cuda::Failed(driver, result, "asking how many multiprocessors there are");
+  auto count = static_cast<int64_t>(problems());
+  *pays = count > 1 && table_.blocks <= kFull * processors * count;
+  blocks_ = static_cast<unsigned>(table_.blocks);
+  return "";
+}
+
+std::string CudaGrid::PrepareCooperative(const cuda::Driver& driver, int64_t max_shared_bytes, bool* pays) {
+  if (phases() < 2) return "";
   cuda::Device device;
   int processors = 0, cooperative = 0, resident = 0;
   cuda::Result result = driver.CtxGetDevice(&device);
@@ -120,9 +138,9 @@ void CudaGrid::FillWords(void* const* memory, uint64_t counters, uint64_t* words
   auto address = [&](uint32_t id) { return reinterpret_cast<uint64_t>(memory[id]); };
   *words++ = device_->address();
   *words++ = device_->address() + table_.records.size() * sizeof(GridRecord);
-  *words++ = counters;
+  *words++ = counter_bytes() ? counters : 0;
   *words++ = 0;
-  *words++ = phases();
+  *words++ = cooperative() ? phases() : problems();
   *words++ = static_cast<uint64_t>(kept_at_);
   *words++ = arena_buffer_ < 0 ? 0 : address(static_cast<uint32_t>(arena_buffer_)) - plan_.arena_offset[arena_buffer_];
   for (uint32_t id : grid_.bases) *words++ = address(id);

@@ -1,4 +1,5 @@
 // A grid kernel made ready for one plan: its table in device memory, how many thread blocks it gets, its parameter.
+// A pack, a grid of one phase, gets as many thread blocks as its steps have blocks, and counts nothing.
 #ifndef TF_STITCH_CUSTOM_OPS_CUDA_GRID_H_
 #define TF_STITCH_CUSTOM_OPS_CUDA_GRID_H_
 
@@ -51,9 +52,13 @@ class CudaGrid {
   unsigned threads() const { return threads_; }
   unsigned shared_bytes() const { return static_cast<unsigned>(kept_at_ < 0 ? table_.shared_bytes : kept_at_ + kept_); }
   size_t phases() const { return table_.first_record.size(); }
+  size_t problems() const { return table_.records.size() - 2; }
+
+  // A cooperative launch's thread blocks may wait for each other.
+  bool cooperative() const { return !grid_.is_pack(); }
 
   // Bytes of the counters that a run needs.
-  size_t counter_bytes() const { return 4 * (1 + phases()); }
+  size_t counter_bytes() const { return cooperative() ? 4 * (1 + phases()) : 0; }
   uint64_t counters_of_slot(size_t slot) const;
 
   // The parameter (struct ts_grid of ts_grid.h) has this many words of 64 bits.
@@ -64,6 +69,8 @@ class CudaGrid {
   CudaGrid(const Program& program, const Plan& plan, const Grid& grid) : program_(program), plan_(plan), grid_(grid) {}
 
   std::string Prepare(const cuda::Driver& driver, int64_t max_shared_bytes, bool* pays);
+  std::string PrepareCooperative(const cuda::Driver& driver, int64_t max_shared_bytes, bool* pays);
+  std::string PreparePack(const cuda::Driver& driver, bool* pays);
   std::string KeepOperands(const cuda::Driver& driver, int64_t processors, int64_t max_shared_bytes);
 
   const Program& program_;

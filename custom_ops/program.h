@@ -105,7 +105,7 @@ struct Step {
 };
 
 // Kernel steps that one launch runs in phases, with a device-wide barrier between phases: steps [first, end), of which
-// the first phases[0] are phase 0, and so on.  Steps of a phase do not depend on each other.
+// the first phases[0] are phase 0, and so on.  Steps of a phase do not depend on each other.  One phase is a pack.
 struct Grid {
   std::string kernel;
   struct Keeps {  // what a block of a body can keep on the chip for the next phase
@@ -117,6 +117,9 @@ struct Grid {
   std::vector<uint32_t> bases;      // inputs and outputs in whose memory the steps' buffers lie, unless in the arena
   uint32_t first, end;
   std::vector<uint32_t> phases;
+
+  // No barrier: an ordinary launch with all blocks of its steps.  The kernel's name says that it is made for that.
+  bool is_pack() const { return phases.size() == 1 && kernel.rfind("ts_pack_", 0) == 0; }
 };
 
 enum class GuardKind : uint8_t { kEq = 0, kLe = 1, kDivides = 2 };

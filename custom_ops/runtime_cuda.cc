@@ -165,7 +165,10 @@ std::string CudaPlan::Where(const Launch& launch) const {
 std::string CudaPlan::Label(const Launch& launch) const {
   const Step& s = program_.steps[launch.step];
   if (!launch.grid) return LabelOf(s);
-  std::string label = launch.grid->grid().kernel + " " + std::to_string(launch.grid->phases()) + " phases:";
+  const CudaGrid& grid = *launch.grid;
+  std::string label =
+      grid.grid().kernel + " " +
+      (grid.cooperative() ? std::to_string(grid.phases()) + " phases:" : std::to_string(grid.problems()) + " kernels:");
   const std::string* before = nullptr;
   for (size_t i = launch.step; i < launch.end && label.size() < kLongestLabel; ++i) {
     const std::string& origin = program_.steps[i].origin;
@@ -217,10 +220,11 @@ std::string CudaPlan::EnqueueKernel(const Launch& launch, uint64_t* words, cuda:
   const cuda::Driver& driver = code_->driver();
   const Launch& l = launch;
   void* parameters[] = {words};
-  cuda::Result result = l.grid ? driver.LaunchCooperativeKernel(l.kernel, l.blocks, 1, 1, l.threads, 1, 1,
-                                                                l.shared_bytes, stream, parameters)
-                               : driver.LaunchKernel(l.kernel, l.blocks, 1, 1, l.threads, 1, 1, l.shared_bytes, stream,
-                                                     parameters, nullptr);
+  bool cooperative = l.grid && l.grid->cooperative();
+  cuda::Result result = cooperative ? driver.LaunchCooperativeKernel(l.kernel, l.blocks, 1, 1, l.threads, 1, 1,
+                                                                     l.shared_bytes, stream, parameters)
+                                    : driver.LaunchKernel(l.kernel, l.blocks, 1, 1, l.threads, 1, 1, l.shared_bytes,
+                                                          stream, parameters, nullptr);
   return result ? cuda::Describe(code_->driver(), result) : "";
 }
 
@@ -238,7 +242,7 @@ std::string CudaPlan::Enqueue(size_t launch, void* const* memory, void* workspac
   if (l.grid) {
     std::vector<uint64_t> words(l.grid->words());
     l.grid->FillWords(memory, reinterpret_cast<uint64_t>(workspace) + l.workspace_at, words.data());
-    error = ClearCounters(l.workspace_at, l.grid->counter_bytes(), workspace, stream);
+    if (l.grid->cooperative()) error = ClearCounters(l.workspace_at, l.grid->counter_bytes(), workspace, stream);
     if (error.empty()) error = EnqueueKernel(l, words.data(), stream);
   } else if (l.kernel) {
     std::vector<uint64_t> words;
@@ -467,7 +471,8 @@ std::string CudaPlan::MakeGraph(const std::vector<void*>& memory) {
       result = driver.GraphAddKernelNode(&node, graph_, after.data(), after.size(), &params);
       cuda::LaunchAttributeValue value{};
       value.cooperative = 1;
-      if (!result && l.grid) result = driver.GraphKernelNodeSetAttribute(node, cuda::kNodeIsCooperative, &value);
+      bool cooperative = l.grid && l.grid->cooperative();
+      if (!result && cooperative) result = driver.GraphKernelNodeSetAttribute(node, cuda::kNodeIsCooperative, &value);
     } else {
       cuda::Graph child = nullptr;
       std::string error = code_->Capture(
@@ -508,7 +513,8 @@ std::string CudaPlan::Update(Instance* instance, const std::vector<void*>& addre
   bool workspace_moved = instance->memory.back() != memory.back();
   for (size_t i = 0; i < launches_.size(); ++i) {
     const Launch& l = launches_[i];
-    bool moved = (l.workspace_bytes() && workspace_moved) || (l.grid && fresh && instance->slot);
+    bool moved =
+        (l.workspace_bytes() && workspace_moved) || (l.grid && l.grid->cooperative() && fresh && instance->slot);
     for (size_t k = l.step; k < l.end && !moved; ++k) {
       const std::vector<uint32_t>& buffers = program_.steps[k].buffers;
       moved =

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from . import codegen
+from . import codegen, packs
 from .codegen.grid import GridKernel
 from .codegen.kernel import INDEX_LIMIT, Kernel
 from .codegen.siblings import share_texts
@@ -31,11 +31,12 @@ def make_kernels(planned: Iterable[Planned], target: Target) -> list[Kernel | Li
     return [next(shared) if isinstance(w, Kernel) else w for w in work]
 
 
-def assemble(graph: Graph, planned: Iterable[Planned], target: Target) -> tuple[Program, list[Kernel]]:
-    """The program of a plan, and its kernels."""
-    work = make_kernels(planned, target)
-    kernels = [k for k in work if isinstance(k, Kernel)]
-    return _Assembler(graph).program(work), kernels
+def assemble(graph: Graph, planned: Iterable[Planned], target: Target) -> tuple[Program, list[Kernel | GridKernel]]:
+    """The program of a plan, and its kernels: those of its steps as they come, then those of its packs."""
+    planned = list(planned)
+    packing = packs.pack(graph, planned, make_kernels(planned, target), target)
+    program, grids = packs.with_grids(_Assembler(graph).program(packing.work), packing.sizes)
+    return program, [*(k for k in packing.work if isinstance(k, Kernel)), *grids]
 
 
 def _largest(sizes: Iterable[Dim]) -> list[Dim]:

@@ -6,13 +6,12 @@ walks is made for each shape signature (program.table here, custom_ops/grid_tabl
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .codegen.grid import GridKernel, emit_grid
+from .codegen.grid import GridKernel, emit_grid, emit_pack
 from .codegen.resident import Kept, keep_operands
-from .codegen.unit import SEPARATOR
+from .codegen.unit import SEPARATOR, blocks_wanted, kernel_texts
 from .fusion import cost
 from .fusion.planner import Planned
 from .fusion.runs import Run, arrange
@@ -44,7 +43,8 @@ def join_steps(program: Program, small: Sequence[bool]) -> tuple[Program, list[G
     order: list[int] = []
     grids: list[Grid] = []
     kernels: dict[str, GridKernel] = {}
-    holders, wanted = program.holders(), {name: _blocks_wanted(text) for name, text in _texts(program).items()}
+    holders = program.holders()
+    wanted = {name: blocks_wanted(text) for name, text in kernel_texts(program.text).items()}
     for run in runs:
         if len(run.steps) > 1:
             made = _join(program, run, len(order), holders, keeps, wanted)
@@ -68,12 +68,12 @@ def _keep_operands(program: Program, steps: Sequence[int]) -> tuple[Program, dic
     for s in (program.steps[i] for i in steps):
         if isinstance(s, KernelStep):
             uses.setdefault(s.kernel, []).append(s.buffers)
-    texts = _texts(program)
+    texts = kernel_texts(program.text)
     keeping: dict[str, Kept] = {}
     for kernel, buffers in uses.items():
         constant = [i for i, same in enumerate(zip(*buffers, strict=True))
                     if len(set(same)) == 1 and program.buffers[same[0]].kind == "input"]
-        suits = len(buffers) > 1 and _blocks_wanted(texts[kernel]) == 1
+        suits = len(buffers) > 1 and blocks_wanted(texts[kernel]) == 1
         kept = keep_operands(kernel, texts[kernel], constant) if suits else None
         if kept is not None:
             keeping[kernel] = kept
@@ -98,21 +98,9 @@ def _join(program: Program, run: Run, first: int, holders: dict[int, int],
     words = max(len(s.buffers) + len(s.dims) for s in steps)
     bodies = tuple(dict.fromkeys(s.kernel for s in steps))
     blocks = max(wanted.get(b, 0) for b in bodies) or 2
-    kernel = emit_grid(bodies, 1 + len(bases), words, blocks)
+    kernel = (emit_pack if len(run.phases) == 1 else emit_grid)(bodies, 1 + len(bases), words, blocks)
     return Grid(kernel.name, kernel.bodies, bases, first, tuple(len(p) for p in run.phases),
                 tuple(keeps.get(b, (0, ())) for b in bodies)), kernel
-
-
-def _texts(program: Program) -> dict[str, str]:
-    """The text of each kernel."""
-    parts = program.text.split(SEPARATOR)
-    return {m[1]: part for part in parts if (m := re.match(r"TS_KERNEL\w*\((\w+)", part))}
-
-
-def _blocks_wanted(text: str) -> int:
-    """How many blocks a kernel wants on a multiprocessor at once; 0 where it does not say."""
-    m = re.match(r"TS_KERNEL_WIDE\(\w+, \d+, \d+, (\d+)\)", text)
-    return int(m[1]) if m else 0
 
 
 def _dependences(program: Program) -> list[frozenset[int]]:

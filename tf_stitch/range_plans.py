@@ -21,6 +21,7 @@ import numpy as np
 from . import forks
 from .assemble import assemble
 from .backend.host import usable_cores
+from .codegen.grid import GridKernel
 from .codegen.kernel import Kernel
 from .fusion import variants
 from .fusion.variants import Range, Time
@@ -33,7 +34,7 @@ from .schedule.target import Target
 log = logging.getLogger("tf_stitch")
 
 Begin = Callable[[str], None]  # told of kernels' text
-Laid = tuple[Program, list[Kernel]]
+Laid = tuple[Program, list[Kernel | GridKernel]]
 
 MANY_NODES = 24  # of a graph: fewer are planned before a process has read them
 FEW_CORES = 4  # with fewer, compilers need them all
@@ -223,5 +224,6 @@ def main(connection: socket.socket) -> None:
                 return
             plan = plan_range(graph, target, r, ranges)
             program, kernels = plan.lay_out()
-            pickle.dump((plan.memory, plan.times, (program, [replace(k, args=()) for k in kernels])), stream)
+            sent = [replace(k, args=()) if isinstance(k, Kernel) else k for k in kernels]
+            pickle.dump((plan.memory, plan.times, (program, sent)), stream)
             stream.flush()

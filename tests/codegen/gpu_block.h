@@ -71,6 +71,12 @@ static __attribute__((noinline)) T __shfl_xor_sync(unsigned mask, T x, int dista
   memcpy(&x, f.got, sizeof(T));
   return x;
 }
+static inline unsigned __ballot_sync(unsigned mask, bool vote) {
+  unsigned votes = vote ? 1u << threadIdx.x % WARP : 0;
+  for (int distance = 1; distance < WARP; distance *= 2) votes |= __shfl_xor_sync(mask, votes, distance);
+  return votes;
+}
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline bool __isGlobal(const void*) { return true; }
 
 #include "ts_cuda.h"
@@ -81,6 +87,7 @@ static inline bool __isGlobal(const void*) { return true; }
 #undef TS_ROW
 #undef TS_ENTER
 #undef TS_KERNEL_
+#undef TS_PACK
 #define TS_LOADED(a, n)
 #define TS_ROW(T, name, n, L, W)        \
   T name[TS_ROW_TURNS_(n, L, W) * (W)]; \
@@ -105,6 +112,22 @@ static inline bool __isGlobal(const void*) { return true; }
       if (!run_block([](int64_t block) { name##_body(problem, block, nullptr); }, b)) *status = 1;                \
   }                                                                                                               \
   static void name##_body(const name##_problem& ts_p, int64_t ts_block, int32_t* ts_status, ts_keeper ts_k)
+#define TS_PACK(name, bases, words, blocks)                                                                         \
+  static void name##_run(int32_t ts_kernel, const int64_t* ts_words, int64_t ts_block, ts_keeper ts_k = {});        \
+  extern "C" __attribute__((visibility("default"))) void name(const ts_grid<bases>* p, int64_t count, char* shared, \
+                                                              int32_t* status) {                                    \
+    static ts_grid<bases> pack;                                                                                     \
+    pack = *p;                                                                                                      \
+    ts_shared_memory = shared;                                                                                      \
+    auto block = [](int64_t b) {                                                                                    \
+      blockIdx.x = (unsigned)b;                                                                                     \
+      ts_run_pack<words>(                                                                                           \
+          pack, [](int32_t kernel, const int64_t* problem, int64_t own) { name##_run(kernel, problem, own); });     \
+    };                                                                                                              \
+    for (int64_t b = 0; b < count; ++b)                                                                             \
+      if (!run_block(block, b)) *status = 1;                                                                        \
+  }                                                                                                                 \
+  static void name##_run(int32_t ts_kernel, const int64_t* ts_words, int64_t ts_block, ts_keeper ts_k)
 
 struct ts_problem {
   void* const* buffers;

@@ -1,7 +1,6 @@
 """Grid kernels: which steps share a phase, one text for siblings, and phases run through the host's header."""
 from __future__ import annotations
 
-import ctypes
 import re
 from dataclasses import replace
 
@@ -10,18 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.codegen.support import fenced, fences_hold
+from tests.codegen.on_host import OnHost, compiled
 from tests.ir_graphs import assert_matches, random_case, random_inputs, reference
 from tf_stitch import compiler, grids
-from tf_stitch.backend import cuda, host
+from tf_stitch.backend import cuda
 from tf_stitch.codegen.resident import keep_operands
 from tf_stitch.codegen.siblings import share_texts
-from tf_stitch.codegen.unit import translation_unit
 from tf_stitch.fusion.runs import arrange
-from tf_stitch.ir import dims as D
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
-from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.options import Options
 from tf_stitch.program import serialize
 from tf_stitch.program.program import KernelStep, LibraryStep
@@ -114,89 +110,6 @@ def test_siblings_take_what_differs_as_dims():
 
 # --- phases through the host's header ----------------------------------------------------------------
 
-class OnHost:
-    """A program's steps and grids, run one after the other from one compiled text."""
-
-    def __init__(self, program, dll):
-        self.program, self.dll, self.holders = program, dll, program.holders()
-
-    def run(self, inputs, blocks):
-        """Outputs; ``blocks`` thread blocks take turns in a grid (0: its steps run one by one)."""
-        p = self.program
-        env = host.bind(p, inputs)
-        sizes = [int(np.prod([D.evaluate(d, env) for d in b.shape], dtype=np.int64)) * DTYPES[b.dtype].size
-                 for b in p.buffers]
-        self.offset, at = {}, 0
-        for i, size in enumerate(sizes):
-            if i not in self.holders:
-                self.offset[i], at = at, at + -(-size // 64) * 64 + 64
-        self.arena, self.around = fenced(at)
-        self.memory = {i: np.ascontiguousarray(inputs[p.buffers[i].index]).reshape(-1).view(np.uint8).copy()
-                       if p.buffers[i].kind == "input" else np.full(sizes[i] + 64, 0xFF, np.uint8)
-                       for i in set(self.holders.values())}
-        starts = {g.first: g for g in p.grids} if blocks else {}
-        inside = {i for g in starts.values() for i in range(g.first, g.end)}
-        for i, step in enumerate(p.steps):
-            if i in starts:
-                self._grid(starts[i], env, blocks)
-            elif isinstance(step, KernelStep) and i not in inside:
-                self._step(step, env)
-            elif isinstance(step, LibraryStep):
-                arrays = [self._view(b, env) for b in step.buffers]
-                host.call_library(step, arrays, env)
-        assert fences_hold(self.arena, self.around)
-        outputs = sorted((b.index, i) for i, b in enumerate(p.buffers) if b.kind == "output")
-        return [self._view(i, env).reshape([D.evaluate(d, env) for d in p.buffers[i].shape]).copy()
-                for _, i in outputs]
-
-    def _address(self, i):
-        return self.memory[self.holders[i]].ctypes.data if i in self.holders else (
-            self.arena.ctypes.data + self.offset[i])
-
-    def _view(self, i, env):
-        b = self.program.buffers[i]
-        size = int(np.prod([D.evaluate(d, env) for d in b.shape], dtype=np.int64)) * DTYPES[b.dtype].size
-        base = self.memory[self.holders[i]] if i in self.holders else self.arena[self.offset[i]:]
-        return base[:size].view(DTYPES[b.dtype].numpy)
-
-    def _step(self, step, env):
-        buffers = (ctypes.c_void_p * max(len(step.buffers), 1))(*map(self._address, step.buffers))
-        dims = (ctypes.c_int64 * max(len(step.dims), 1))(*(D.evaluate(d, env) for d in step.dims))
-        blocks = D.evaluate(step.blocks, env)
-        problem = (ctypes.c_int64 * 3)(ctypes.addressof(buffers), ctypes.addressof(dims), blocks)
-        shared, status = fenced(D.evaluate(step.shared_bytes, env))[0], ctypes.c_int32(0)
-        getattr(self.dll, step.kernel)(problem, ctypes.c_int64(0), ctypes.c_int64(blocks),
-                                       ctypes.c_void_p(shared.ctypes.data), ctypes.byref(status))
-        assert status.value == 0
-
-    def _grid(self, grid, env, blocks):
-        def place(i):
-            return (1 + grid.bases.index(self.holders[i]), 0) if i in self.holders else (0, self.offset[i])
-
-        table = make_table(self.program, grid, env, place)
-        if not table.phases:
-            return
-        table.keep(grid, blocks)
-        counters = np.zeros(table.phases + 1, np.uint32)
-        bases = [self.arena.ctypes.data, *(self._address(b) for b in grid.bases)]
-        parameter = np.array([table.records.ctypes.data, table.words.ctypes.data, counters.ctypes.data, 0,
-                              table.phases, -1, *bases], np.int64)
-        shared, around = fenced(table.shared_bytes)
-        status = ctypes.c_int32(0)
-        getattr(self.dll, grid.kernel)(ctypes.c_void_p(parameter.ctypes.data), ctypes.c_int64(blocks),
-                                       ctypes.c_void_p(shared.ctypes.data), ctypes.byref(status))
-        assert status.value == 0 and fences_hold(shared, around)
-        before = table.records[:-2, 7]
-        assert all(counters[r[0]] == min(blocks, r[7]) for r in table.records[:-2] if r[0]), "somebody would wait on"
-        assert len(before)
-
-
-def _compiled(programs):
-    """One library of the texts of many programs."""
-    texts = dict.fromkeys(part for p in programs for part in p.text.split("\n//\n"))
-    return host.load_code(host.compile_text(translation_unit("\n".join(texts), "host"))[host.native_level()])
-
-
 def test_random_graphs_in_phases():
     cases = [(seed, random_case(seed)) for seed in range(30_000, 30_160)]
     made = []
@@ -209,7 +122,7 @@ def test_random_graphs_in_phases():
         if joined.grids:
             made.append((seed, case, joined))
     assert len(made) > 8
-    dll = _compiled([p for _, _, p in made])
+    dll = compiled([p for _, _, p in made])
     compared = 0
     for seed, case, program in made:
         assert serialize.loads(serialize.dumps(program)) == program
@@ -237,7 +150,7 @@ def test_an_unrolled_loop_in_phases(rounds):
     rng = np.random.default_rng(rounds)
     inputs = [(rng.standard_normal(p.shape) / 16).astype(np.float32) for p in graph.params]
     (want,) = interp.run(graph, inputs)
-    on_host = OnHost(program, _compiled([program]))
+    on_host = OnHost(program, compiled([program]))
     for blocks in (0, 1, 5, 200):
         (got,) = on_host.run(inputs, blocks)
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)

@@ -27,6 +27,7 @@ struct FunctionTag {
   size_t words;
   void (*run)(const uint64_t*);
   std::vector<FunctionTag*> bodies;  // of a grid kernel
+  bool pack = false;                 // which one with a single phase is
 };
 struct Node {
   FunctionTag* function = nullptr;
@@ -69,13 +70,15 @@ FunctionTag g_matmul{5,  // the last word is the address of the workspace
                      [](const uint64_t* w) { Multiply(At(w[0]), At(w[1]), At(w[2]), w[3]); },
                      {}};
 
-// The problems of a grid kernel, phase by phase, in a random order within a phase; its counters must be at zero.
+// The problems of a grid kernel, phase by phase, in a random order within a phase; its counters must be at zero, a pack
+// has none.
 void RunGrid(const FunctionTag& grid, const uint64_t* w) {
   const auto* records = reinterpret_cast<const GridRecord*>(w[0]);
   const auto* words = reinterpret_cast<const int64_t*>(w[1]);
   const auto* counters = reinterpret_cast<const uint32_t*>(w[2]);
-  const auto end = static_cast<int32_t>(w[4]);
-  for (int32_t p = 0; p <= end; ++p) {
+  const auto end = static_cast<int32_t>(grid.pack ? 1 : w[4]);
+  if (grid.pack && (counters || records[w[4]].phase != end)) fprintf(stderr, "a pack's parameter is wrong\n"), abort();
+  for (int32_t p = 0; p <= end && !grid.pack; ++p) {
     if (counters[p]) fprintf(stderr, "counters of a grid are not at zero\n"), abort();
   }
   for (const GridRecord* r = records; r->phase < end;) {
@@ -96,22 +99,23 @@ void RunGrid(const FunctionTag& grid, const uint64_t* w) {
 void RunNode(const Node& node) {
   if (!node.function) return;
   bool grid = !node.function->bodies.empty();
-  if (grid != node.cooperative) fprintf(stderr, "a launch has the wrong kind\n"), abort();
+  if ((grid && !node.function->pack) != node.cooperative) fprintf(stderr, "a launch has the wrong kind\n"), abort();
   grid ? RunGrid(*node.function, node.words.data()) : node.function->run(node.words.data());
 }
 
-// "t_grid/WORDS/BODY/BODY..."
+// "t_grid/WORDS/BODY/BODY...", and "ts_pack_/..." for one phase.
 FunctionTag* FindFunction(const std::string& name) {
   static std::map<std::string, std::unique_ptr<FunctionTag>> grids;
   if (name == "t_axpb") return &g_axpb;
   if (name == "t_mul") return &g_mul;
-  if (name.rfind("t_grid/", 0)) return nullptr;
+  bool pack = !name.rfind("ts_pack_/", 0);
+  if (!pack && name.rfind("t_grid/", 0)) return nullptr;
   std::unique_ptr<FunctionTag>& made = grids[name];
   if (!made) {
-    std::istringstream parts(name.substr(7));
+    std::istringstream parts(name.substr(name.find('/') + 1));
     std::string part;
     std::getline(parts, part, '/');
-    made.reset(new FunctionTag{strtoull(part.c_str(), nullptr, 10), nullptr, {}});
+    made.reset(new FunctionTag{strtoull(part.c_str(), nullptr, 10), nullptr, {}, pack});
     while (std::getline(parts, part, '/')) made->bodies.push_back(FindFunction(part));
   }
   return made.get();

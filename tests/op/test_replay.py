@@ -16,7 +16,7 @@ from tf_stitch.backend import host
 from tf_stitch.ir import dims as D
 from tf_stitch.ir.graph import SymbolSource
 from tf_stitch.program import serialize
-from tf_stitch.program.program import Buffer, KernelStep
+from tf_stitch.program.program import Buffer, Grid, KernelStep
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = ["tests/op/replay_graphs.cc", "custom_ops/program.cc", "custom_ops/plan.cc", "custom_ops/cuda_code.cc",
@@ -48,10 +48,29 @@ def in_ranges(seed):
     return programs.program([Buffer("input", 0, "float32", (n, n)), *values], steps, {"n": SymbolSource("dim", 0, 0)})
 
 
+def in_packs(seed):
+    """Two layers of kernels that do not depend on each other, a pack each; the second reads some of the first."""
+    rng, n, width = np.random.default_rng(seed), programs.dim("n"), 9
+    inputs = [Buffer("input", i, "float32", (n, n)) for i in range(3)]
+    temps = [Buffer("temp", i, "float32", (n, n)) for i in range(width)]
+    outputs = [Buffer("output", i, "float32", (n, n)) for i in range(width)]
+    steps, before = [], range(3)
+    for first in (3, 3 + width):
+        for out in range(first, first + width):
+            a, b = (int(x) for x in rng.choice(before, 2))
+            steps.append(programs.launch("t_mul", (a, b, out), n * n) if rng.random() < 0.5 else
+                         programs.launch("t_axpb", (a, out), n * n))
+        before = range(first, first + width)
+    packs = [Grid("/".join(["ts_pack_", str(7 + len(bases)), "t_axpb", "t_mul"]), ("t_axpb", "t_mul"), bases, first,
+                  (width,), ((0, ()), (0, ())))
+             for first, bases in ((0, (0, 1, 2)), (width, tuple(range(3 + width, 3 + 2 * width))))]
+    return programs.program([*inputs, *temps, *outputs], steps, {"n": SymbolSource("dim", 0, 0)}, grids=packs)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
-    made = [*(in_phases(Drawn(seed).plain) for seed in range(6)), in_ranges(0), in_ranges(1)]
+    made = [*(in_phases(Drawn(seed).plain) for seed in range(6)), in_ranges(0), in_ranges(1), in_packs(0), in_packs(1)]
     for k, program in enumerate(made):
         (folder / f"{k}").write_bytes(serialize.dumps(dataclasses.replace(program, code={"sm_90": b"fake"}, text="")))
     return sorted(folder.iterdir())

@@ -373,7 +373,7 @@ class Loaded:
         records, words = (self._on_device(x) for x in (table.records, table.words))
         bases = [0, *(self._address(b) for b in grid.bases)]
         for phase in range(table.phases):
-            ends = (table.first_of(phase), phase + 1)
+            ends = (0, table.problems) if grid.is_pack else (table.first_of(phase), phase + 1)
             argument = np.array([int(records), int(words), 0, *ends, NOTHING_KEPT, *bases], np.uint64)
             function(argument, block=(self._threads(grid), 1, 1), grid=(table.most_blocks, 1),
                      shared=table.shared_bytes)

@@ -1,4 +1,7 @@
-"""The text of a grid kernel: the bodies of several kernels behind one entry, which walks a table of problems."""
+"""The text of a grid kernel: the bodies of several kernels behind one entry, which walks a table of problems.
+
+That of a pack, which has one phase, is launched with all its blocks; each finds its problem in the table.
+"""
 from __future__ import annotations
 
 import hashlib
@@ -26,7 +29,16 @@ def emit_grid(bodies: Sequence[str], bases: int, words: int, blocks: int) -> Gri
 
     ``blocks``: how many thread blocks must fit a multiprocessor at once; few leave each more registers.
     """
+    return _emit("grid", bodies, bases, words, blocks)
+
+
+def emit_pack(bodies: Sequence[str], bases: int, words: int, blocks: int) -> GridKernel:
+    """As :func:`emit_grid`, for problems of a single phase."""
+    return _emit("pack", bodies, bases, words, blocks)
+
+
+def _emit(form: str, bodies: Sequence[str], bases: int, words: int, blocks: int) -> GridKernel:
     cases = "\n".join(f"  TS_CASE({k}, {name})" for k, name in enumerate(bodies))
-    text = f"TS_GRID(?, {bases}, {words}, {blocks}) {{\n{cases}\n}}\n"
-    name = "ts_grid_" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    text = f"TS_{form.upper()}(?, {bases}, {words}, {blocks}) {{\n{cases}\n}}\n"
+    name = f"ts_{form}_" + hashlib.sha256(text.encode()).hexdigest()[:16]
     return GridKernel(name, text.replace("?", name), tuple(bodies))

@@ -119,6 +119,8 @@ class Loops:
         room = power_of_two(ext)
         if self.stage.kind in ("fold", "order") and self.lane in self.stage.folded:
             return target.threads if rows == 1 and ext > 2 * target.lanes else min(room, target.lanes)
+        if not others and isinstance(most := D.upper(self.box[self.lane][1]), int):
+            room = power_of_two(max(most, 1))  # there is nothing else for threads to do
         few = target.threads // power_of_two(rows)  # few rows: more threads for each
         return min(room, max(few, target.lanes))
 
@@ -193,7 +195,9 @@ class Loops:
             return
         width = self._run_width()
         if width > 1:
-            self.lanes = min(self.lanes, power_of_two(-(-D.static(self.box[self.lane or 0][1]) // width)))
+            most = D.upper(self.box[self.lane or 0][1])
+            assert isinstance(most, int), "runs need an extent with a bound"
+            self.lanes = min(self.lanes, power_of_two(-(-most // width)))
         with self.rows([d for d in kept if d != self.lane], self.lanes, self._is_across()), ExitStack() as stack:
             if width > 1:
                 stack.enter_context(self._run_loop(width))
@@ -218,7 +222,13 @@ class Loops:
             width = min(width, 2)  # neighbours of a thread are in the same banks as other threads'
         if self._is_short(width):
             return 1
-        return width if isinstance(ext, int) and ext > 0 and ext % width == 0 and D.mod(off, width) == 0 else 1
+        return width if self._in_runs(ext, width) and D.mod(off, width) == 0 else 1
+
+    def _in_runs(self, ext: Dim, width: int) -> bool:
+        """True when an extent is known to be a multiple of ``width``: all of it, or what the last block has left."""
+        if isinstance(ext, int):
+            return ext > 0 and ext % width == 0
+        return any(a.extent == ext and a.chunk % width == 0 and D.mod(a.size, width) == 0 for a in self.e.part.axes)
 
     def _is_short(self, width: int) -> bool:
         """True for what follows a product in so few elements that wide accesses would leave threads idle."""

@@ -48,6 +48,17 @@ def prelude(target: str) -> str:
     return expand(TARGET_HEADER[target])
 
 
+def kernel_texts(text: str) -> dict[str, str]:
+    """The text of each kernel of a joined text."""
+    return {m[1]: part for part in text.split(SEPARATOR) if (m := re.match(r"TS_KERNEL\w*\((\w+)", part))}
+
+
+def blocks_wanted(text: str) -> int:
+    """How many blocks a kernel wants on a multiprocessor at once; 0 where it does not say."""
+    m = re.match(r"TS_KERNEL_WIDE\(\w+, \d+, \d+, (\d+)\)", text)
+    return int(m[1]) if m else 0
+
+
 def translation_unit(kernels: Iterable[Kernel] | str, target: str = "host") -> str:
     """Text that a compiler takes as it is: headers, then every kernel once.
 

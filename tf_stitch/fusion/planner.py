@@ -7,7 +7,8 @@ schedule for the union, and when the cost model expects it to pay.  In order:
 2. each connected region is tried as a whole; where that has no schedule or does not pay, groups grow along
    producers, layer by layer of the span, the longest path first;
 3. cheap values are computed again by each reader where that beats writing and reading them;
-4. independent groups of one layer whose schedules have the same blocks become one multi-output kernel.
+4. independent groups of one layer whose schedules have the same blocks become one multi-output kernel; where there
+   are very many, they stay apart and share launches (packs).
 """
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from ..ir.graph import Graph, Node, view_source
 from ..ir.ops import CHEAP, OPS
 from ..schedule.group import Group
 from ..schedule.products import repeats_rows
-from . import cost, library
+from . import cost, library, packs
 from .alike import Alike
 from .call import LibraryCall
 from .partition import ALWAYS_FLOATING, Partition, Unit
@@ -496,12 +497,17 @@ class Planner:
 
     def _merge_layer(self, layer: Iterable[Unit]) -> None:
         by_blocks: dict[Any, list[Unit]] = {}
-        for u in layer:
-            if not self.alone(u):
-                by_blocks.setdefault(self.planned(u.nodes).blocks, []).append(u)
+        for u in self._left_to_merge([u for u in layer if not self.alone(u)]):
+            by_blocks.setdefault(self.planned(u.nodes).blocks, []).append(u)
         merged = [self._merge_all(same) for same in by_blocks.values()]
         if len(merged) > 1:
             self._merge_all(merged)
+
+    def _left_to_merge(self, units: list[Unit]) -> list[Unit]:
+        """Units of a layer but for the small ones of a large layer, which are packed."""
+        if not self.target.packs or sum(len(self.parts.written(u.nodes)) for u in units) <= MOST_OUTPUTS:
+            return units
+        return [u for u in units if self.model.step_ns(self.planned(u.nodes).ns) > packs.PACK_NS]
 
     def _before_convolutions(self) -> list[Unit]:
         """Units that convolutions read and that wait for no library: filters and biases can all be made ready first."""

@@ -5,12 +5,13 @@ Where another program is to run, steps have no blocks and temporaries no bytes; 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..codegen.unit import SEPARATOR
 from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.graph import Graph, Guard
-from .program import RESULT_DIMS, AliasStep, Buffer, KernelStep, LibraryStep, Program, Step
+from .program import RESULT_DIMS, AliasStep, Buffer, Grid, KernelStep, LibraryStep, Program, Step
 
 
 def join_programs(programs: Sequence[Program], active: Sequence[Dim], whole: Mapping[str, Dim],
@@ -27,7 +28,7 @@ def join_programs(programs: Sequence[Program], active: Sequence[Dim], whole: Map
     sides = {"input": graph.params, "output": graph.outputs}  # whose shapes hold for all sizes
     buffers = [Buffer(b.kind, b.index, b.dtype, tuple(D.substitute(d, whole) for d in sides[b.kind][b.index].shape))
                for b in general.buffers if b.kind != "temp"]  # these come first, in every program
-    temps, steps = 0, list[Step]()
+    temps, steps, grids = 0, list[Step](), list[Grid]()
     own: dict[Guard, None] = {}
     for program, here in zip(programs, active, strict=True):
         scale = _Scale(here, whole)
@@ -36,12 +37,14 @@ def join_programs(programs: Sequence[Program], active: Sequence[Dim], whole: Map
             place.append(len(buffers))
             buffers.append(Buffer("temp", temps, b.dtype, scale.first(b.shape)))
             temps += 1
+        grids += [replace(g, first=len(steps) + g.first, bases=tuple(place[b] for b in g.bases))
+                  for g in program.grids]
         steps += [scale.step(s, place) for s in program.steps if not isinstance(s, AliasStep)]
         own.update(dict.fromkeys(Guard(g.kind, scale(g.a), scale.dim(g.b), g.reason)
                                  for g in program.guards[len(graph.guards):]))
     steps += [s for s in general.steps if isinstance(s, AliasStep)]
     text = SEPARATOR.join(dict.fromkeys(part for p in programs for part in p.text.split(SEPARATOR) if part))
-    return Program(buffers, steps, general.symbols, [*graph.guards, *own], text, name=general.name)
+    return Program(buffers, steps, general.symbols, [*graph.guards, *own], text, name=general.name, grids=grids)
 
 
 class _Scale:

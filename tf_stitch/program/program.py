@@ -79,7 +79,7 @@ Step = KernelStep | LibraryStep | AliasStep
 
 @dataclass(frozen=True)
 class Grid:
-    """Kernel steps that one launch runs in phases, with a device-wide barrier between phases.
+    """Kernel steps that one launch runs in phases, with a device-wide barrier between phases; one phase is a pack.
 
     The steps are Program.steps[first:], ``phases[p]`` of them in phase p; steps of a phase do not depend on each
     other.  Where the launch cannot be made, they run one by one, in order.
@@ -98,6 +98,14 @@ class Grid:
     first: int
     phases: tuple[int, ...]
     keeps: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @property
+    def is_pack(self) -> bool:
+        """True for steps of a single phase: no barrier, an ordinary launch with all their blocks.
+
+        The kernel's name says that it is made for that.
+        """
+        return len(self.phases) == 1 and self.kernel.startswith("ts_pack_")
 
     @property
     def end(self) -> int:
@@ -144,8 +152,8 @@ class Program:
             if i in grids:
                 steps = [x for x in self.steps[i:grids[i].end] if isinstance(x, KernelStep)]
                 origins = dict.fromkeys(x.origin or x.kernel for x in steps)
-                found.append(f"{steps[-1].origin or steps[-1].kernel} ({len(grids[i].phases)} phases: "
-                             f"{', '.join(origins)})")
+                what = f"{len(steps)} kernels" if grids[i].is_pack else f"{len(grids[i].phases)} phases"
+                found.append(f"{steps[-1].origin or steps[-1].kernel} ({what}: {', '.join(origins)})")
             else:
                 found.append(s.origin or s.kernel)
         return found

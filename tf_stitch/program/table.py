@@ -35,6 +35,11 @@ class Table:
     most_blocks: int
     shared_bytes: int
 
+    @property
+    def problems(self) -> int:
+        """How many there are."""
+        return len(self.records) - 2
+
     def keep(self, grid: Grid, thread_blocks: int) -> int:
         """Marks problems whose operands the next phase finds on the chip; bytes that a block keeps, at most.
 

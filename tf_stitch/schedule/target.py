@@ -42,6 +42,11 @@ class Target:
         return self.name == "host"
 
     @property
+    def packs(self) -> bool:
+        """True where independent kernels share a launch; superkernels pack those of requests instead."""
+        return self.name == "cuda" and not self.superkernels and not self.grids
+
+    @property
     def has_threads(self) -> bool:
         """True when a block's work is shared out to threads; tests give such text the host's meaning."""
         return self.threads > 1

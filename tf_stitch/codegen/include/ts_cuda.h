@@ -55,6 +55,18 @@ struct ts_keeper {
   }                                                                                                      \
   static __device__ __forceinline__ void name##_run(int32_t ts_kernel, const int64_t* ts_words,          \
                                                     int64_t ts_block, ts_keeper ts_k)
+// A pack: a grid kernel for problems of one phase, launched with all its blocks.
+#define TS_PACK(name, bases, words, blocks)                                                              \
+  static __device__ __forceinline__ void name##_run(int32_t ts_kernel, const int64_t* ts_words,          \
+                                                    int64_t ts_block, ts_keeper ts_k = {});              \
+  extern "C" __global__ void __launch_bounds__(TS_THREADS, blocks) name(                                 \
+      const __grid_constant__ ts_grid<bases> p) {                                                        \
+    ts_run_pack<words>(p, [](int32_t kernel, const int64_t* problem, int64_t block) {                    \
+      name##_run(kernel, problem, block);                                                                \
+    });                                                                                                  \
+  }                                                                                                      \
+  static __device__ __forceinline__ void name##_run(int32_t ts_kernel, const int64_t* ts_words,          \
+                                                    int64_t ts_block, ts_keeper ts_k)
 #define TS_CASE(k, name) \
   if (ts_kernel == (k)) return name##_body(*(const name##_problem*)ts_words, ts_block, nullptr, ts_k);
 #define TS_ENTER(bits)                      \
@@ -337,6 +349,27 @@ __device__ __forceinline__ void ts_run_grid(const Grid& p, Run run) {
     if (w.at.phase != phase && phase + 1 < end) ts_arrive(p.counters + phase + 1);
   }
   if (p.counters) ts_leave(p.counters, end);
+}
+// The record of the problem that a block of a pack works on: the first that ends behind it.  A warp compares 32 at a time.
+__device__ __forceinline__ const ts_record* ts_find(const ts_record* records, int32_t count, int32_t block) {
+  while (count > 1) {
+    const int32_t share = (count + 31) / 32;
+    const int32_t last = min(((int32_t)threadIdx.x % 32 + 1) * share, count) - 1;
+    const int32_t passed = __popc(__ballot_sync(0xffffffffu, records[last].end <= block)) * share;
+    records += passed;
+    count = min(share, count - passed);
+  }
+  return records;
+}
+// Runs this thread block's block of a pack.
+template <int WORDS, class Grid, class Run>
+__device__ __forceinline__ void ts_run_pack(const Grid& p, Run run) {
+  __shared__ int64_t words[WORDS];
+  const ts_record r = *ts_find(p.records, (int32_t)p.end, (int32_t)blockIdx.x);
+  for (int32_t i = threadIdx.x; i < r.count; i += TS_THREADS)
+    words[i] = ts_word(p.words[r.words + i], i < r.addresses, p.bases);
+  __syncthreads();
+  run(r.kernel, words, (int32_t)blockIdx.x - r.begin);
 }
 template <class T> struct ts_add_op { __device__ T operator()(T a, T b) const { return a + b; } };
 template <class T> struct ts_mul_op { __device__ T operator()(T a, T b) const { return a * b; } };

@@ -5,6 +5,7 @@
 // that the problems are made of: addresses, each as a base (the arena, an input, an output) and an offset, then dims.
 // The blocks of a phase are numbered from 0 across its problems, and thread block t of G takes t, t + G, t + 2 G, ...
 // The table ends with two records whose phase is the number of phases and whose other fields are 0.
+// A pack has one phase and as many thread blocks as blocks: each searches the records for its own.
 #ifndef TS_GRID_H_
 #define TS_GRID_H_
 
@@ -24,7 +25,8 @@ enum { TS_BASE_SHIFT = 48 };  // an address word is base << TS_BASE_SHIFT | offs
 // of them, the same blocks of the same body read it from there in the next phase, with TS_RECALLS.
 enum { TS_KEEPS = 1 << 16, TS_RECALLS = 1 << 17, TS_BODY = TS_KEEPS - 1 };
 
-// A launch's parameter.  It runs all phases from that of record `first` to `end`, exclusive.
+// A launch's parameter.  It runs all phases from that of record `first` to `end`, exclusive; for a pack, `end` is the
+// number of problems.
 template <int BASES>
 struct ts_grid {
   const ts_record* records;

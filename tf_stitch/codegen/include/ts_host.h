@@ -29,6 +29,18 @@ struct ts_problem {
   }                                                                                                               \
   static void name##_run(int32_t ts_kernel, const ts_problem* ts_p, int64_t ts_block, char* ts_shared,            \
                          int32_t* ts_status)
+// A pack: its blocks run one after the other, whatever their number.
+#define TS_PACK(name, bases, words, most)                                                                         \
+  static void name##_run(int32_t ts_kernel, const ts_problem* ts_p, int64_t ts_block, char* ts_shared,            \
+                         int32_t* ts_status);                                                                     \
+  extern "C" __attribute__((visibility("default"))) void name(const ts_grid<bases>* p, int64_t blocks, char* shared, \
+                                                              int32_t* status) {                                  \
+    ts_run_pack<words>(*p, (int32_t)blocks, [&](int32_t kernel, const ts_problem* problem, int64_t block) {       \
+      name##_run(kernel, problem, block, shared, status);                                                         \
+    });                                                                                                           \
+  }                                                                                                               \
+  static void name##_run(int32_t ts_kernel, const ts_problem* ts_p, int64_t ts_block, char* ts_shared,            \
+                         int32_t* ts_status)
 #define TS_CASE(k, name) \
   if (ts_kernel == (k)) return name(ts_p, ts_block, ts_block + 1, ts_shared, ts_status);
 #define TS_COPY_PIECES  // requests are joined by plain copies
@@ -111,6 +123,28 @@ static inline void ts_read(C* dst, const T* src) {
   static_assert((N & (N - 1)) == 0, "a GPU has no accesses of other widths");
   for (int k = 0; k < N; ++k) dst[k * stride] = ts_load(src[k]);
 }
+// Runs a block of a record's phase that is the record's.
+template <int WORDS, class Grid, class Run>
+static void ts_run_record(const Grid& p, const ts_record& r, int32_t block, Run run) {
+  void* buffers[WORDS];
+  int64_t dims[WORDS];
+  for (int32_t i = 0; i < r.count; ++i) {
+    const int64_t word = ts_word(p.words[r.words + i], i < r.addresses, p.bases);
+    if (i < r.addresses) buffers[i] = (void*)word;
+    else dims[i - r.addresses] = word;
+  }
+  const ts_problem problem = {buffers, dims, r.end - r.begin};
+  run(r.kernel & TS_BODY, &problem, block - r.begin);
+}
+// Runs all blocks of a pack, the last one first.
+template <int WORDS, class Grid, class Run>
+static void ts_run_pack(const Grid& p, int32_t blocks, Run run) {
+  for (int32_t b = blocks; b-- > 0;) {
+    const ts_record* r = p.records;
+    while (r->end <= b) ++r;
+    ts_run_record<WORDS>(p, *r, b, run);
+  }
+}
 // Runs all thread blocks of a launch, the last one first.  Where the counters would not let them go on, the status
 // becomes that of a bad index.
 template <int WORDS, class Grid, class Run>
@@ -124,15 +158,7 @@ static void ts_run_grid(const Grid& p, int32_t blocks, Run run) {
       if (w.at.phase != phase) continue;
       if (p.counters && phase && p.counters[phase] != (uint32_t)(w.at.before < blocks ? w.at.before : blocks)) return;
       for (; w.at.phase == phase; w.block += blocks, ts_seek(w, end, t)) {
-        void* buffers[WORDS];
-        int64_t dims[WORDS];
-        for (int32_t i = 0; i < w.at.count; ++i) {
-          const int64_t word = ts_word(p.words[w.at.words + i], i < w.at.addresses, p.bases);
-          if (i < w.at.addresses) buffers[i] = (void*)word;
-          else dims[i - w.at.addresses] = word;
-        }
-        const ts_problem problem = {buffers, dims, w.at.end - w.at.begin};
-        run(w.at.kernel & TS_BODY, &problem, w.block - w.at.begin);
+        ts_run_record<WORDS>(p, w.at, w.block, run);
       }
       if (p.counters && phase + 1 < end) ++p.counters[phase + 1];
     }
