@@ -3,13 +3,14 @@
     python -m models.many [--cases sgd-600,adam-200,recommender,heads] [--systems tensorflow,xla,stitched] [--out DIR]
 
 Optimizer steps for hundreds of variables of 1 to a million elements, a recommender with 200 features, 64 heads, and
-hundreds of updates in several types.  What such functions cost is mostly launches: kernels are counted and timed by the
-profiler (``busy us``), ``median us`` is a call with its results, ``error`` the largest relative difference from TensorFlow's
-results and variables after ten calls.
+hundreds of updates in several types.  What such functions cost is mostly launches: kernels are counted and timed by
+the profiler (``busy us``), ``median us`` is a call with its results, ``error`` the largest relative difference from
+TensorFlow's results and variables after ten calls.
 """
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def plain_updates(count: int) -> Case:
 
 
 def recommender() -> Case:
-    """200 features: hashed, looked up in tables of their own; 40 dense ones, normalised and put into buckets; an MLP."""
+    """200 features, hashed and looked up in tables of their own, 40 dense ones, put into buckets, and an MLP."""
     rng = np.random.default_rng(0)
     rows = [int(n) for n in rng.integers(50, 5000, FEATURES)]
     tables = [tf.Variable(rng.standard_normal((n, 16), np.float32)) for n in rows]
@@ -95,7 +96,7 @@ def recommender() -> Case:
     buckets = [tf.Variable(rng.standard_normal((11, 16), np.float32)) for _ in range(DENSE)]
     edges = tf.constant(np.linspace(-2, 2, 10), tf.float32)
     sizes = [(FEATURES + DENSE) * 16, 256, 64, 1]
-    dense = [tf.Variable(rng.standard_normal(s, np.float32) * s[0] ** -0.5) for s in zip(sizes, sizes[1:], strict=False)]
+    dense = [tf.Variable(rng.standard_normal(s, np.float32) * s[0] ** -0.5) for s in itertools.pairwise(sizes)]
 
     def call(ids: list[tf.Tensor], values: tf.Tensor) -> tf.Tensor:
         parts = [tf.tanh(tf.gather(t, tf.math.floormod(i, n)) * s)
@@ -185,8 +186,9 @@ def run(name: str, systems: Sequence[str], rounds: int) -> list[dict[str, Any]]:
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     out = Table("case", "system", "median us", "busy us", "ops", "kernels", "compile s", "error")
     for r in rows:
-        out.add_row(r["case"], r["system"], f"{r['median_us']:.0f}", "-" if r["busy_us"] is None else f"{r['busy_us']:.0f}", str(r["ops"]),
-                    str(r["kernels"]), f"{r['compile_s']:.1f}", f"{r['error']:.1e}")
+        busy = "-" if r["busy_us"] is None else f"{r['busy_us']:.0f}"
+        out.add_row(r["case"], r["system"], f"{r['median_us']:.0f}", busy, str(r["ops"]), str(r["kernels"]),
+                    f"{r['compile_s']:.1f}", f"{r['error']:.1e}")
     return out
 
 
