@@ -32,14 +32,17 @@ def reductions(draw):
     return shape, sorted(axes), kind, dtype, draw(st.sampled_from([0, 1, 7, 30])), draw(st.integers(0, 99))
 
 
-@given(reductions())
-@settings(max_examples=120, deadline=None)
-def test_two_steps_equal_one(case):
+FEW = dataclasses.replace(CUDA, min_blocks=1 << 40)
+
+
+@given(reductions(), st.sampled_from([EAGER, FEW]))
+@settings(max_examples=200, deadline=None)
+def test_two_steps_equal_one(case, target):
     shape, axes, kind, dtype, size, seed = case
     b = Builder()
     x = b.param(shape, dtype)
     graph = b.finish([b.reduce(kind, x, axes)])
-    cut = split_reductions(graph, EAGER)
+    cut = split_reductions(graph, target)
     verify(cut)
     if len(reduces(cut)) == 2:
         parts, last = (n.size for n in reduces(cut))
@@ -63,6 +66,37 @@ def test_which_reductions_are_cut(shape, axes, steps):
     b = Builder()
     graph = b.finish([b.reduce("sum", b.param(shape, "float32"), axes)])
     assert len(reduces(split_reductions(graph, HOST))) == steps
+
+
+@pytest.mark.parametrize(("shape", "axes", "parts"), [
+    ((64, 32, 32, 32), (0, 1, 2), 256),  # an image has too little for half of the cores: four pieces each
+    ((8, 56, 56, 64), (0, 1, 2), 112),  # 16 pieces are wanted, a row of which can be cut into 14
+    ((1, 112, 112, 64), (0, 1, 2), 112),
+    ((64, 8, 8, 64), (0, 1, 2), 64),  # a piece would have too little to fold
+    ((512, 16, 16, 32), (0, 1, 2), 512),
+    ((4, 3, 1 << 12, 16), (0, 1, 2), 4096)])
+def test_a_gpu_cuts_a_second_axis_where_there_are_few_images(shape, axes, parts):
+    b = Builder()
+    graph = b.finish([b.reduce("sum", b.ew("mul", b.param(shape, "float32"), 2.0), axes)])
+    cut = split_reductions(graph, CUDA)
+    verify(cut)
+    first, last = reduces(cut)
+    assert first.size == parts * shape[-1] and last.size == shape[-1]
+
+
+def test_what_is_folded_is_computed_in_the_shape_that_it_is_folded_in():
+    """A block then owns partial results and what they are made of, which is written as well."""
+    b = Builder()
+    x, scale, rows = b.param((64, 32, 32, 32), "float32"), b.param((32,), "float32"), b.param((32, 1, 1), "float32")
+    y = b.ew("max", b.ew("add", b.ew("mul", x, scale), rows), 0.0)
+    graph = b.finish([y, b.reduce("sum", y, (0, 1, 2)), b.reduce("sum", b.ew("mul", y, x), (0, 1, 2))])
+    cut = split_reductions(graph, CUDA)
+    verify(cut)
+    assert {n.shape[:2] for n in cut.nodes() if n.op in ("max", "add", "mul")} == {(64, 4)}
+    assert [n.shape for n in reduces(cut)] == [(64, 4, 32), (32,)] * 2
+    values = [np.random.default_rng(0).integers(-3, 4, p.shape).astype(np.float32) for p in graph.params]
+    for want, got in zip(interp.run(graph, values), interp.run(cut, values), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_half_sums_keep_float32_between_the_steps():

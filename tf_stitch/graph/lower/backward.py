@@ -79,8 +79,7 @@ def average_pool_grad(c: Context, sizes: np.ndarray, g: Node) -> Node:
     shape = _image_shape(c, sizes, g)
     pool = _Pool(c, shape[1:-1], g)
     share = c.b.ew("div", c.wide(g), c.b.cast(pool.counts(), c.wide(g).dtype))
-    image = c.b.reduce("sum", pool.seen(share), pool.windows)
-    return channels_first(c, c.like(image, g.dtype))
+    return channels_first(c, c.like(pool.total(pool.seen(share)), g.dtype))
 
 
 @lower("MaxPoolGrad", kinds=FLOAT, check=plain_pool)
@@ -91,7 +90,7 @@ def max_pool_grad(c: Context, x: Node, y: Node, g: Node) -> Node:
     pool = _Pool(c, x.shape[1:-1], g)
     taken = c.b.ew("eq", pool.seen(pool.winners(x)), pool.taps())
     parts = c.b.select(taken, pool.seen(c.wide(g)), c.b.const(0, c.wide(g).dtype))
-    return channels_first(c, c.like(c.b.reduce("sum", parts, pool.windows), x.dtype))
+    return channels_first(c, c.like(pool.total(parts), x.dtype))
 
 
 @lower("MaxPool3DGrad", kinds=FLOAT, check=plain_pool)
@@ -100,9 +99,9 @@ def max_pool_3d_grad(c: Context, x: Node, y: Node, g: Node) -> Node:
     x, y, g = (channels_last(c, a) for a in (x, y, g))
     y, g = (_like_result(c, x, a) for a in (y, g))
     pool = _Pool(c, x.shape[1:-1], g)
-    taken = c.b.ew("eq", c.expand(x, pool.windows), pool.seen(y))
+    taken = c.b.ew("eq", pool.elements(x), pool.seen(y))
     parts = c.b.select(taken, pool.seen(c.wide(g)), c.b.const(0, c.wide(g).dtype))
-    return channels_first(c, c.like(c.b.reduce("sum", parts, pool.windows), g.dtype))
+    return channels_first(c, c.like(pool.total(parts), g.dtype))
 
 
 def _like_result(c: Context, x: Node, g: Node) -> Node:
@@ -125,7 +124,8 @@ class _Pool:
     """A pool's windows and the elements of its image, seen from each other.
 
     ``seen`` and ``taps`` have the dims [batch, row, its windows, column, its windows, channels]: as many windows for
-    each element as can hold one.
+    each element as can hold one.  Where windows lie side by side there is one, and an element's row is two dims, those
+    of its window and of its place in there: what is asked of each other then lies in one block of a kernel.
     """
 
     def __init__(self, c: Context, image: Sequence[Dim], g: Node):
@@ -152,8 +152,7 @@ class _Pool:
         window it is."""
         b, size, stride, places = self.c.b, self.size[d], self.strides[d], self.places[d]
         if self.tiles:
-            place = b.iota((self.image[d], 1), 0, "int32")
-            return place, b.ew("int_mod", place, size)  # what no window holds gets nothing from `seen`
+            return b.iota((places, 1), 0, "int32"), b.iota((1, size), 1, "int32")
         most = -(-size // stride)
         all_of_them = D.is_static(places) and D.static(places) <= most
         shape = (self.image[d], D.static(places) if all_of_them else most)
@@ -164,24 +163,34 @@ class _Pool:
         inside = b.ew("bit_and", b.ew("ge", tap, 0), b.ew("lt", tap, size))
         return b.select(inside, place, b.const(-1, "int32")), tap
 
+    def elements(self, x: Node) -> Node:
+        """The image with the dims of what is ``seen``."""
+        if not self.tiles:
+            return self.c.expand(x, self.windows)
+        covered = [p * k for p, k in zip(self.places, self.size, strict=True)]
+        x = self.c.b.slice(x, [0] * x.rank, [x.shape[0], *covered, x.shape[-1]])
+        return self.c.b.reshape(x, [x.shape[0], *self._pairs(), x.shape[-1]])
+
+    def _pairs(self) -> list[Dim]:
+        return [d for pair in zip(self.places, self.size, strict=True) for d in pair]
+
     def seen(self, values: Node) -> Node:
         """What every window that holds an element has; 0 where there are fewer windows."""
         if self.tiles:
-            return self._repeated(values)
+            return self.c.expand(values, self.windows)
         for d, (place, _) in enumerate(self._at):
             values = self.c.b.gather(values, place, axis=1 + 2 * d, mode="zero")
         return values
 
-    def _repeated(self, values: Node) -> Node:
+    def total(self, parts: Node) -> Node:
+        """The image of what each element gets from the windows that hold it."""
         b, n = self.c.b, len(self.image)
-        batch, channels = values.shape[0], values.shape[-1]
-        values = self.c.expand(values, self.windows)
-        values = b.broadcast_to(values, [batch, *(d for p, k in zip(values.shape[1:-1:2], self.size, strict=True)
-                                                  for d in (p, k)), channels])
+        if not self.tiles:
+            return b.reduce("sum", parts, self.windows)
+        batch, channels = parts.shape[0], parts.shape[-1]
         covered = [p * k for p, k in zip(self.places, self.size, strict=True)]
-        values = b.reshape(values, [batch, *covered, channels])
-        rest = [d - c for d, c in zip(self.image, covered, strict=True)]
-        return self.c.expand(b.pad(values, [0] * (n + 2), [0, *rest, 0]), self.windows)
+        parts = b.reshape(b.broadcast_to(parts, [batch, *self._pairs(), channels]), [batch, *covered, channels])
+        return b.pad(parts, [0] * (n + 2), [0, *(d - c for d, c in zip(self.image, covered, strict=True)), 0])
 
     def taps(self) -> Node:
         """The number of an element in each window that holds it, row by row."""
@@ -205,11 +214,7 @@ class _Pool:
         b, n = self.c.b, len(self.image)
         first = self._firsts()
         lowest, highest = (b.const(v, x.dtype) for v in (-np.inf, np.inf))
-        seen = b.pad(x, [0, *self.low, 0], [0, *self.high, 0], lowest)
-        for d in range(n):
-            shape = (self.places[d], self.size[d])
-            at = b.ew("add", b.ew("mul", b.iota(shape, 0, "int32"), self.strides[d]), b.iota(shape, 1, "int32"))
-            seen = b.gather(seen, at, axis=1 + 2 * d, mode="clip")
+        seen = self.elements(x) if self.tiles else self._held(b.pad(x, [0, *self.low, 0], [0, *self.high, 0], lowest))
         seen = b.transpose(seen, [0, *range(1, 1 + 2 * n, 2), *range(2, 2 + 2 * n, 2), 1 + 2 * n])
         seen = b.reshape(seen, [x.shape[0], *self.places, D.product(self.size), x.shape[-1]])
         number = b.reshape(b.iota((D.product(self.size),), 0, "int32"), [*(1,) * (1 + n), D.product(self.size), 1])
@@ -217,6 +222,15 @@ class _Pool:
         seen = b.select(b.ew("is_nan", seen), b.select(is_first, highest, lowest), seen)
         found = b.arg_reduce("max", seen, 1 + n, "int32")  # 0 where nothing is larger than the lowest number
         return found if self.whole else b.select(b.ew("eq", found, 0), first, found)
+
+    def _held(self, x: Node) -> Node:
+        """[batch, row of places, rows of a window, column, columns, channels]: what each window holds."""
+        b = self.c.b
+        for d in range(len(self.image)):
+            shape = (self.places[d], self.size[d])
+            at = b.ew("add", b.ew("mul", b.iota(shape, 0, "int32"), self.strides[d]), b.iota(shape, 1, "int32"))
+            x = b.gather(x, at, axis=1 + 2 * d, mode="clip")
+        return x
 
     def _firsts(self) -> Node:
         """[1, *places, 1]: the number of the first element of the image in each window."""
