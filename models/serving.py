@@ -33,9 +33,9 @@ from rich.table import Table
 import tf_stitch
 from tf_stitch import bench
 from tf_stitch.errors import StitchError
-from tf_stitch.serving import serve_bench
+from tf_stitch.serving import processes, serve_bench
 from tf_stitch.serving.plots import plot
-from tf_stitch.serving.policies import OURS, POLICIES, virtual_gpus
+from tf_stitch.serving.policies import OTHERS, OURS, POLICIES, virtual_gpus
 
 from . import mixed_load, soak
 from .serving_tenants import KINDS, prepare, tenants
@@ -169,6 +169,8 @@ class _Run:
         self.policies = [p for p in args.policies.split(",") if p] if "search" in self.parts else []
         self.soak_policies = args.soak_policies.split(",") if "soak" in self.parts else []
         self.mixed_policies = args.mixed_policies.split(",") if "mixed" in self.parts else []
+        if set(self.policies) & set(OTHERS):
+            processes.get_ready()
         self.devices = virtual_gpus(len(self.kinds) * args.each, MEMORY_MB)
         title = f"{len(self.kinds) * args.each} tenants ({', '.join(self.kinds)}), SLO {args.slo_ms:.0f} ms"
         self.results = Results(args.out, {"title": title, **bench.machine()})

@@ -3,17 +3,21 @@
 The GPU's driver switches between processes in time slices.  Under NVIDIA's Multi-Process Service (MPS) their kernels
 run side by side.  Every process makes its own load, since requests through a pipe would measure the pipe; the clock
 that they keep to is the machine's.
+
+They are forked from a process that has imported TensorFlow and used no device: a process's own import takes longer than
+all that is measured, and many at a time much longer.
 """
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,14 +25,23 @@ import numpy as np
 from ..errors import StitchError
 from . import load
 from .load import Arrivals, Measured, Outcome
-from .model import environment
 from .policies import Model
 
 START_S, LEAD_S = 180.0, 0.2  # a process's start takes at most; from asking for a load to its beginning
+IMPORTED = ["tf_stitch.serving.session"]  # by the process that others are forked from
 
 
 class ProcessError(StitchError):
     """A process of a benchmark could not start, or ended early."""
+
+
+def get_ready() -> None:
+    """Starts the process that others are forked from, unless it is there, and does not wait for it.
+
+    Called early, it imports TensorFlow while other things are done.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    multiprocessing.forkserver.ensure_running()
 
 
 class ProcessPerModel:
@@ -43,9 +56,8 @@ class ProcessPerModel:
         self._stack = contextlib.ExitStack()
         try:
             needed = self._stack.enter_context(_mps()) if mps else {}
-            context = multiprocessing.get_context("spawn")
-            with environment(needed):
-                self._workers = [self._start(context, m, memory_mb) for m in models]
+            get_ready()
+            self._workers = [self._start(m, memory_mb, needed) for m in models]
             for pipe, process in self._workers:
                 _receive(pipe, process)
         except BaseException:
@@ -80,9 +92,10 @@ class ProcessPerModel:
         self._workers = []
         self._stack.close()
 
-    def _start(self, context: Any, model: Model, memory_mb: int) -> tuple[Any, Any]:
+    def _start(self, model: Model, memory_mb: int, environment: Mapping[str, str]) -> tuple[Any, Any]:
+        context = multiprocessing.get_context("forkserver")
         mine, its = context.Pipe()
-        process = context.Process(target=_serve, args=(its, model, memory_mb), daemon=True)
+        process = context.Process(target=_serve, args=(its, model, memory_mb, environment), daemon=True)
         process.start()
         its.close()
         return mine, process
@@ -110,8 +123,9 @@ def _merge(whole: Measured, part: np.ndarray, its: Measured) -> None:
     whole.finished = max(whole.finished, its.finished)
 
 
-def _serve(pipe: Any, model: Model, memory_mb: int) -> None:
+def _serve(pipe: Any, model: Model, memory_mb: int, environment: Mapping[str, str]) -> None:
     """What a process does: serves one model, one request at a time, to the loads that it is told to make."""
+    os.environ.update(environment)  # before CUDA is used
     try:
         session = _session(model, memory_mb)
     except Exception as error:

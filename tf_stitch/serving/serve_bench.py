@@ -17,7 +17,7 @@ from ..errors import OptionError, StitchError
 from . import load
 from .load import Client, Outcome
 from .policies import OTHERS, POLICIES, Devices, Model, expected, open_session, virtual_gpus
-from .processes import ProcessPerModel
+from .processes import ProcessPerModel, get_ready
 from .recording import Event, read_trace
 from .search import Found, highest_rate
 
@@ -96,6 +96,8 @@ def run(models: Sequence[Model], plan: Plan, devices: Devices, say: Say = lambda
     """The rows of every policy, in the plan's order.  A policy that cannot be had gives a row that says why."""
     if len({m.client.name for m in models}) < len(models):
         raise OptionError("Two models have one name.")
+    if set(plan.policies) & set(OTHERS):
+        get_ready()
     models = [m if m.client.expected else replace(m, client=replace(m.client, expected=expected(m))) for m in models]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tf_stitch_bench_") as work:
