@@ -8,6 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tests.graph.support import case, run_cases
+from tf_stitch.graph import lower
+from tf_stitch.graph.view import GraphView
 
 raw = tf.raw_ops
 FLAGS = [(False, False), (True, False), (False, True)]  # align_corners, half_pixel_centers
@@ -32,6 +34,31 @@ def test_resize(op):
         cases.append(case(build([6, 4], False, True), np.abs(image(2, 4, 6, 2)).astype(dtype)
                           if dtype != "bfloat16" else image(2, 4, 6, 2, dtype=dtype)))
     assert run_cases(cases).compared == len(cases)
+
+
+@pytest.mark.parametrize("op", ["ResizeBilinearGrad", "ResizeNearestNeighborGrad"])
+def test_gradients_of_resizing(op):
+    def build(old, corners, half):
+        flags = {"align_corners": corners, "half_pixel_centers": half}
+        if op == "ResizeBilinearGrad":
+            return lambda g, x: raw.ResizeBilinearGrad(grads=g, original_image=x, **flags)
+        return lambda g, x: raw.ResizeNearestNeighborGrad(grads=g, size=old, **flags)
+
+    sizes = [(5, 7, 10, 14), (10, 9, 5, 3), (4, 4, 4, 4), (1, 6, 3, 1), (3, 1, 1, 5), (7, 5, 16, 3), (24, 30, 7, 11)]
+    cases = []
+    for (h, w, *new), (corners, half) in itertools.product(sizes, FLAGS):
+        c = case(build([h, w], corners, half), image(2, *new, 3), image(2, h, w, 3))
+        c.shapes = [[None, *new, 3], [None, h, w, 3]]
+        c.inputs += [[image(1, *new, 3), image(1, h, w, 3)]]
+        cases.append(c)
+    assert run_cases(cases).compared == 2 * len(cases)
+
+
+def test_a_gradient_of_resizing_needs_known_sides():
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [None, None, 4, 3])
+        out = raw.ResizeBilinearGrad(grads=tf.zeros([1, 8, 8, 3]), original_image=x)
+    assert "unknown" in lower.why_not(GraphView(graph.as_graph_def()), out.op.name)
 
 
 def test_resize_by_a_factor_of_an_unknown_size():
