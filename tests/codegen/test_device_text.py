@@ -9,6 +9,7 @@ import pytest
 from tests.codegen import test_random_kernels as random_kernels
 from tests.codegen.support import compile_kernels, kernel_of
 from tests.codegen.test_kernels import softmax, sums
+from tests.codegen.test_programs import decode_step, drawn
 from tests.codegen.test_rows import ROWS, agree, block
 from tests.ir_graphs import random_inputs
 from tf_stitch import compiler
@@ -120,6 +121,44 @@ def test_what_a_product_reads_is_divided_before():
     before, product = kernel.text.split("TS_TILES(")
     assert "ts_divide(" in before and " / v" not in product
     agree(graph, random_inputs(graph, 1), kernel, compile_kernels([kernel]), 1e-5)
+
+
+def test_a_product_has_loops_of_its_own_and_rows_before_it_are_loaded_together():
+    """A cache that is written and multiplied: the product is in tiles, and loads do not wait for stores."""
+    graph = decode_step(4, 12, 256, 64)
+    kernel = kernel_of(graph, CUDA)
+    assert "TS_LANES_FOLD" not in kernel.text and kernel.text.count("TS_TILES(") == 2
+    batch, stores = kernel.text.split("TS_BATCH_EACH(")[1:3]
+    assert "TS_RUN_LOAD(" in batch and "TS_RUN_STORE(" not in batch
+    assert "TS_RUN_STORE(" in stores and "TS_RUN_LOAD(" not in stores
+    agree(graph, drawn(graph, {}, 1), kernel, compile_kernels([kernel]), 1e-5)
+
+
+def test_rows_of_many_blocks_are_loaded_one_by_one():
+    """Other blocks work while one waits."""
+    assert "TS_BATCHES(" in kernel_of(rows_of(100, 80, 64), CUDA).text
+    assert "TS_BATCHES(" not in kernel_of(rows_of(9000, 80, 64), CUDA).text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
+def test_batches_of_any_number_of_rows(dtype):
+    graphs = [rows_of(n, m, 64, dtype) for n, m in ((7, 300), (None, 300), (7, None), (3, 1), (1, 33))]
+    kernels = [kernel_of(g, CUDA) for g in graphs]
+    assert sum("TS_BATCHES(" in k.text for k in kernels) >= 2
+    library = compile_kernels(kernels, optimize="-O1")
+    for graph, kernel in zip(graphs, kernels, strict=True):
+        for size in (0, 1, 5, 66):
+            inputs = random_inputs(graph, 1, dict.fromkeys(graph.symbols, size))
+            agree(graph, inputs, kernel, library, 1e-3 if dtype == "float16" else 1e-6)
+
+
+def rows_of(images, rows_each, columns, dtype="float32") -> Graph:
+    """Sums over the columns, and rows with the sum of their image taken away."""
+    b = Builder()
+    x = b.param((images, rows_each, columns), dtype, "x")
+    least = b.reduce("min", x, (1,))
+    far = b.broadcast_to(b.reshape(least, (x.shape[0], 1, columns)), x.shape)
+    return b.finish([least, b.ew("sub", x, far)], "rows_of")
 
 
 def test_rows_of_several_stages_get_registers():

@@ -119,6 +119,23 @@ def masked_attention(batch=None, heads=2, length=40, depth=8, dtype="float32") -
     return b.finish([b.dot(shares, v, ((0, 1), (0, 1)), ((3,), (2,)))], "masked_attention")
 
 
+def decode_step(batch=None, heads=3, places=80, depth=16, dtype="float32") -> Graph:
+    """Attention of one new word of each row: its key and value are put into caches, which are results too."""
+    b = Builder()
+    q, k, v = (b.param((batch, heads, depth), dtype, name) for name in "qkv")
+    keys, values = (b.param((batch, heads, places, depth), dtype, name) for name in ("keys", "values"))
+    shape = (q.shape[0], heads, places, depth)
+    here = b.ew("eq", b.iota((places,), 0, "int32"), b.broadcast_to(b.param((), "int32", "place"), (places,)))
+
+    def put(new, cache):
+        new = b.broadcast_to(b.reshape(new, (*shape[:2], 1, depth)), shape)
+        return b.ew("select", b.broadcast_to(b.reshape(here, (places, 1)), shape), new, cache)
+
+    keys, values = put(k, keys), put(v, values)
+    shares = soft(b, b.dot(q, keys, ((0, 1), (0, 1)), ((2,), (3,))))
+    return b.finish([keys, values, b.dot(shares, values, ((0, 1), (0, 1)), ((2,), (2,)))], "decode_step")
+
+
 def recurrent(batch=None, steps=4, width=12, units=20, dtype="float32") -> Graph:
     """The steps of an LSTM."""
     b = Builder()
@@ -181,6 +198,7 @@ def graph_attention(nodes=None, edges=None, heads=2, depth=20) -> Graph:
 
 MODELS = {"attention": attention, "half attention": lambda: attention(dtype="float16"),
           "masked attention": masked_attention, "half masked attention": lambda: masked_attention(dtype="bfloat16"),
+          "decode step": decode_step, "half decode step": lambda: decode_step(dtype="float16"),
           "recurrent": recurrent, "turned norm": turned_norm, "graph attention": graph_attention,
           "masked softmax": chains.masked_softmax, "small attention": chains.small_attention,
           "norm, gelu, softmax": chains.norm_gelu_softmax, "norm backward": chains.norm_backward,

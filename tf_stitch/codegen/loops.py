@@ -41,6 +41,7 @@ STRIP_SPAN = "t, m"  # the lanes of a strip
 TILE = 16  # lanes of one tile of a transpose: a cache line of float32
 NARROW = 16  # rows shorter than this run together, so many at a time
 LOADS = 32  # of an element, that wait together on a GPU
+BATCH = 64  # elements of a thread of a GPU that are loaded or stored together, about
 MAX_ROWS = 5  # TS_ROWS5 is the largest
 ACCESS = 16  # bytes of a GPU thread's widest access
 
@@ -195,15 +196,69 @@ class Loops:
             return
         width = self._run_width()
         if width > 1:
-            most = D.upper(self.box[self.lane or 0][1])
-            assert isinstance(most, int), "runs need an extent with a bound"
-            self.lanes = min(self.lanes, power_of_two(-(-most // width)))
-        with self.rows([d for d in kept if d != self.lane], self.lanes, self._is_across()), ExitStack() as stack:
+            self.lanes = min(self.lanes, power_of_two(-(-self._most_lanes() // width)))
+        rows = [d for d in kept if d != self.lane]
+        batch = self._batch(rows, width)
+        if batch > 1:
+            self._map_batches(rows, width, batch)
+            return
+        with self.rows(rows, self.lanes, self._is_across()), ExitStack() as stack:
             if width > 1:
                 stack.enter_context(self._run_loop(width))
             elif self.lane is not None:
                 stack.enter_context(self.lane_loop())
             self._maps(self.index)
+
+    def _most_lanes(self) -> int:
+        """The most elements that there can be along the lanes of runs."""
+        most = D.upper(self.box[self.lane or 0][1])
+        assert isinstance(most, int), "runs need an extent with a bound"
+        return most
+
+    def _batch(self, rows: Sequence[int], width: int) -> int:
+        """How many rows of its own a thread of a GPU should load before it stores the first.
+
+        A compiler cannot put a load before a store that may be to the same memory.  Where there are few blocks, no
+        other threads work while one waits.
+        """
+        kernel = self.e.kernel
+        if width == 1 or guess(self.e.part.blocks) > kernel.target.min_blocks \
+                or self._most_lanes() > self.lanes * width:
+            return 1
+        groups = kernel.target.threads // self.lanes
+        each = -(-largest(D.product(self.box[d][1] for d in rows)) // groups)
+        return min(power_of_two(each), max(BATCH // (max(len(self._moved()), 1) * width), 1))
+
+    def _map_batches(self, rows: Sequence[int], width: int, batch: int) -> None:
+        """Some rows at a time: values of all of them, then their stores."""
+        count = D.product(self.box[d][1] for d in rows)
+        with self.scopes.block(f"TS_BATCHES({self.lanes}, {self.e.factor(count)}, {batch})"):
+            runs = Runs(self.e, self.index[self.lane or 0], width, batch, (self.box[self.lane or 0][0], self._most_lanes()))
+            with self._batch_rows(rows, width, batch):
+                self.e.runs = runs
+                with self.scopes.block(f"TS_RUN_EACH({self._name(self.lane or 0)}, {width})", (f"ts_i{self.lane}",)):
+                    self._maps(self.index)
+                self.e.runs = None
+            with self._batch_rows(rows, width, batch):
+                runs.finish()
+
+    @contextmanager
+    def _batch_rows(self, rows: Sequence[int], width: int, batch: int) -> Iterator[None]:
+        """A loop over the rows of a batch, u being a row's place in it, and in each over the thread's run."""
+        symbols = tuple(f"ts_i{d}" for d in rows)
+        with self.scopes.block(f"TS_BATCH_EACH(u, {self.lanes}, {batch})", symbols):
+            rest: Dim = 1
+            for d in reversed(rows):
+                off, ext = self.box[d]
+                place = "ts_r" if isinstance(rest, int) and rest == 1 else f"ts_r / {self.e.factor(rest)}"
+                place = place if d == rows[0] else f"{place} % {self.e.factor(ext)}"
+                place = place if isinstance(off, int) and off == 0 else f"{self.e.factor(off)} + {place}"
+                self.scopes.line(f"const ts_idx {self._name(d)} = {place};")
+                rest = rest * ext
+            off, ext = self.box[self.lane or 0]
+            with self.scopes.block(f"TS_LANE_RUNS({self.e.factor(off)}, {self.e.factor(ext)}, {self.lanes}, {width})",
+                                   ("ts_ts_i",)):
+                yield
 
     def _is_across(self) -> bool:
         """True for a stage on either side of a staged transpose."""
@@ -214,10 +269,7 @@ class Loops:
         if self.lane is None or not self.e.kernel.target.has_threads:
             return 1
         off, ext = self.box[self.lane]
-        memory = {item.node for item in self.stage.items if item.space == OUT and item.mapped[-1] == self.lane}
-        memory |= {n for item in self.stage.items for n, labels in reads(item, self.e.in_memory)
-                   if labels and labels[-1] == self.lane and n not in self.e.part.slots}
-        width = ACCESS // max((DTYPES[n.dtype].size for n in memory), default=ACCESS)
+        width = ACCESS // max((DTYPES[n.dtype].size for n in self._moved()), default=ACCESS)
         if self._is_across():
             width = min(width, 2)  # neighbours of a thread are in the same banks as other threads'
         if self._is_short(width):
@@ -229,6 +281,12 @@ class Loops:
         if isinstance(ext, int):
             return ext > 0 and ext % width == 0
         return any(a.extent == ext and a.chunk % width == 0 and D.mod(a.size, width) == 0 for a in self.e.part.axes)
+
+    def _moved(self) -> set[Node]:
+        """What the stage reads from or writes to the kernel's memory along its lanes."""
+        moved = {item.node for item in self.stage.items if item.space == OUT and item.mapped[-1] == self.lane}
+        return moved | {n for item in self.stage.items for n, labels in reads(item, self.e.in_memory)
+                        if labels and labels[-1] == self.lane and n not in self.e.part.slots}
 
     def _is_short(self, width: int) -> bool:
         """True for what follows a product in so few elements that wide accesses would leave threads idle."""

@@ -77,7 +77,7 @@ def _over_patches(conv: Node, products: bool) -> bool:
     """True when the filter is larger than the patches of all images, which must be known to be so, for doubles, and
     where ``products`` are wanted."""
     w = conv.inputs[1]
-    patches = D.product([*conv.shape[:-1], *w.shape[:-1]])
+    patches = D.upper(D.product([*conv.shape[:-1], *w.shape[:-1]]))
     worth = products or conv.dtype not in CALL_DTYPES or (isinstance(patches, int) and patches <= D.static(w.size))
     return conv.attrs["groups"] == 1 and worth
 

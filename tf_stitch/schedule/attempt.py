@@ -180,7 +180,7 @@ class Attempt:
             if not stages[self.home[x]].hoisted:
                 stage.hoisted = False
         for k in range(first, len(stages)):
-            if _fits(stages[k], stage):
+            if self._fits(stages[k], stage):
                 _merge(stages[k], stage)
                 break
         else:
@@ -189,6 +189,17 @@ class Attempt:
         stages[k].reads.update(x for x, _ in reads)
         if item.space == SHARED or item.node in self.read_back or item.node not in self.home:
             self.home[item.node] = max(k, self.home.get(item.node, 0))
+
+    def _fits(self, into: Stage, new: Stage) -> bool:
+        """True when two stages may share their loops.
+
+        A GPU's products may not share theirs with anything else: their threads fold register tiles, loaded far ahead.
+        """
+        kinds = {into.kind, new.kind}
+        same = (into.shape, into.box, into.once, into.hoisted) == (new.shape, new.box, new.once, new.hoisted)
+        if not same or not kinds <= {"map", "fold"} or (len(kinds) == 1 and into.folded != new.folded):
+            return False
+        return self.target.is_host or len({is_product(i) for i in (*into.items, *new.items)}) == 1
 
     def _reads(self, item: Item) -> list[tuple[Node, Labels]]:
         """Kept values that an item reads, each with the domain dims that index it."""
@@ -329,12 +340,6 @@ def _pieces(n: Node, space: str, box: Box, once: tuple[int, ...]) -> list[tuple[
         item = Item(n, space, x, shift, tuple(range(n.rank)))
         out.append((item, _stage("map", x.shape, part, (), item, once)))
     return out
-
-
-def _fits(into: Stage, new: Stage) -> bool:
-    kinds = {into.kind, new.kind}
-    same = (into.shape, into.box, into.once, into.hoisted) == (new.shape, new.box, new.once, new.hoisted)
-    return same and kinds <= {"map", "fold"} and (len(kinds) == 2 or into.folded == new.folded)
 
 
 def _merge(into: Stage, new: Stage) -> None:

@@ -149,6 +149,13 @@ struct ts_keeper {
 // The same by runs of W neighbours from ts_i on, each of which is loaded or stored at once.
 #define TS_LANE_RUNS(off, ext, L, W) \
   TS_UNROLL_(unroll 2) for (ts_idx ts_i = (off) + TS_LANE_(L) * (W); ts_i < (off) + (ext); ts_i += (L) * (W))
+// Rows that groups of L threads take U at a time, one run of each for every thread: u counts those of a batch, and
+// TS_BATCH_RUN is the run at hand.
+#define TS_BATCHES(L, n, U) \
+  for (ts_idx ts_b = TS_GROUP_(L), ts_n = (n); ts_b < ts_n; ts_b += (U) * TS_GROUPS_(L))
+#define TS_BATCH_EACH(u, L, U) TS_EACH(u, U) if (const ts_idx ts_r = ts_b + u * TS_GROUPS_(L); ts_r < ts_n)
+#define TS_BATCH_RUNS(T, name, U, ext, W) ts_run<T, W> name[U];
+#define TS_BATCH_RUN(name, off, W) name[u]
 #define TS_RUN_EACH(i, W) \
   TS_UNROLL_(unroll) for (int ts_w = 0; ts_w < (W); ++ts_w) if (const ts_idx i = ts_i + ts_w; true)
 

@@ -90,6 +90,10 @@ struct ts_problem {
 // Runs of neighbours and row chains: text of the CUDA target, here with the whole row in one array, in which what
 // nothing wrote is NaN.
 #define TS_LANE_RUNS(off, ext, L, W) TS_STEPS(ts_i, off, ext, W)
+#define TS_BATCH_RUNS(T, name, U, ext, W) ts_run<T, W> name[U][(ext) / (W)];
+#define TS_BATCH_RUN(name, off, W) name[u][(ts_i - (off)) / (W)]
+#define TS_BATCHES(L, n, U) for (ts_idx ts_b = 0, ts_n = (n); ts_b < ts_n; ts_b += (U))
+#define TS_BATCH_EACH(u, L, U) TS_FOR_(u, 0, U) if (const ts_idx ts_r = ts_b + u; ts_r < ts_n)
 #define TS_RUN_EACH(i, W) TS_FOR_(ts_w, 0, W) if (const ts_idx i = ts_i + ts_w; true)
 #define TS_ROW(T, name, n, L, W) \
   T name[n];                     \
