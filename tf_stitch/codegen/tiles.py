@@ -247,7 +247,10 @@ class Tiles:
 
     def _many(self, d: int | None, each: int) -> Dim:
         """Tiles along a dim."""
-        return 1 if d is None else D.ceildiv(self.box[d][1], each)
+        if d is None:
+            return 1
+        extent = self.box[d][1]
+        return 1 if D.prove_le(1, extent) and D.prove_le(extent, each) else D.ceildiv(extent, each)
 
     def _count(self) -> Dim:
         p, s = self.plan, self.split

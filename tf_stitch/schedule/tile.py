@@ -79,7 +79,7 @@ class Axis:
     @property
     def extent(self) -> Dim:
         """Elements that the block owns: ``chunk``, or a symbol when the last block is ragged."""
-        return D.symbol(f"ts_e{self.number}", 0, self.chunk) if self.ragged else self.chunk
+        return D.symbol(f"ts_e{self.number}", 0 if self.least else 1, self.chunk) if self.ragged else self.chunk
 
 
 def guess(d: Dim, sizes: Mapping[str, int] | None = None) -> int:
