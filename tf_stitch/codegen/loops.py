@@ -233,7 +233,8 @@ class Loops:
         """Some rows at a time: values of all of them, then their stores."""
         count = D.product(self.box[d][1] for d in rows)
         with self.scopes.block(f"TS_BATCHES({self.lanes}, {self.e.factor(count)}, {batch})"):
-            runs = Runs(self.e, self.index[self.lane or 0], width, batch, (self.box[self.lane or 0][0], self._most_lanes()))
+            row = (self.box[self.lane or 0][0], self._most_lanes())
+            runs = Runs(self.e, self.index[self.lane or 0], width, batch, row)
             with self._batch_rows(rows, width, batch):
                 self.e.runs = runs
                 with self.scopes.block(f"TS_RUN_EACH({self._name(self.lane or 0)}, {width})", (f"ts_i{self.lane}",)):
