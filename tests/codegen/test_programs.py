@@ -60,8 +60,11 @@ def drawn(graph: Graph, sizes: dict[str, int], seed: int) -> list[np.ndarray]:
 
 
 def agrees(graph: Graph, program: Program, inputs: list[np.ndarray], what: str) -> None:
-    want, got = interp.run(graph, inputs), host.run(program, inputs, EACH)
-    for w, g in zip(want, got, strict=True):
+    is_near(graph, inputs, host.run(program, inputs, EACH), what)
+
+
+def is_near(graph: Graph, inputs: list[np.ndarray], got: list[np.ndarray], what: str) -> None:
+    for w, g in zip(interp.run(graph, inputs), got, strict=True):
         bound = (0.1 if w.dtype.itemsize < 4 else 1e-3) * max(float(np.abs(w.astype(np.float64)).max(initial=0)), 1e-3)
         np.testing.assert_allclose(g.astype(np.float64), w.astype(np.float64), rtol=0, atol=bound, err_msg=what)
 

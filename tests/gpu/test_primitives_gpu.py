@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.codegen.test_programs import decode_step, drawn, is_near
 from tests.gpu.test_op_gpu import exact_float32, function  # noqa: F401 (a fixture)
 from tests.ir_graphs import FLOATS, assert_matches, random_case, random_inputs
 from tests.op.calls import counted
@@ -79,3 +80,13 @@ def test_random_graphs(batch):
             except AssertionError as error:
                 raise AssertionError(f"seed {50_000 + BATCH * batch + i}, trial {trial}: {error}") from None
     assert compared > 2 * BATCH
+
+
+def test_decode_steps():
+    """Caches that are written and multiplied: rows of few blocks are loaded together, for a known and any batch."""
+    graphs = [decode_step(), decode_step(places=300, dtype="float16"), decode_step(4, 12, 256, 64)]
+    for graph, program in zip(graphs, compiled(graphs), strict=True):
+        assert "TS_BATCHES(" in program.text
+        for size in (1, 2, 9, 17, 65) if graph.symbols else (4,):
+            inputs = drawn(graph, dict.fromkeys(graph.symbols, size), size)
+            is_near(graph, inputs, cuda.run(program, inputs), f"{graph.name} {size}")
