@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import itertools
 import math
 import os
@@ -471,6 +472,17 @@ def _subjects(args: argparse.Namespace, folder: Path) -> list[Subject]:
     return of_models(tenants(kinds, args.each, folder, (policy,), prepared=args.prepared), policy, folder)
 
 
+@contextlib.contextmanager
+def _at_sigterm() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets until the body ends."""
+    stop = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the soak; 1 when something did not hold."""
     parser = argparse.ArgumentParser("python -m models.soak", description=__doc__.splitlines()[0])
@@ -494,9 +506,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench.write(args.out.parent, args.out.stem, {"machine": facts, **report}, facts, tables(report))
         return report
 
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    with tempfile.TemporaryDirectory(prefix="tf_stitch_soak_") as temporary:
+    with _at_sigterm() as stop, tempfile.TemporaryDirectory(prefix="tf_stitch_soak_") as temporary:
         subjects = _subjects(args, Path(temporary))
         seconds = min(args.minutes * 60, args.budget - CLOSING_S - (time.monotonic() - begin))
         report = finish(held(subjects, max(seconds, 0.0), clients=args.clients, seed=args.seed, stop=stop, note=finish,

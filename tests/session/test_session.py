@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ctypes
 import gc
 import os
 import pickle
@@ -12,6 +13,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, wait
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -712,6 +714,10 @@ def test_dropped_session_gives_back_its_threads():
 
 # --- devices ----------------------------------------------------------------------------------------
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
 def test_collections_are_short_while_a_session_serves(monkeypatch):
     monkeypatch.setattr(garbage, "INTERVAL_S", 0.0)
     with tf_stitch.StitchSession(coalesce=False, threads=2, options=NATIVE) as session:
@@ -724,6 +730,27 @@ def test_collections_are_short_while_a_session_serves(monkeypatch):
         assert graphs[-1]() is not None and sum(g() is not None for g in graphs) <= 3
         check(session.run("a", rows(0)), 5.0, rows(0))
     assert gc.get_freeze_count() == 0
+
+
+def test_free_memory_goes_back_to_the_system_with_closed_models(monkeypatch):
+    monkeypatch.setattr(garbage, "INTERVAL_S", 0.0)
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    size, count = 100_000, 2000  # below what malloc takes of the system by itself
+    with tf_stitch.StitchSession(coalesce=False, threads=2, options=NATIVE) as session:
+        session.add("a", scaled(2.0))
+        blocks = [libc.malloc(size) for _ in range(count)]
+        for block in blocks:
+            ctypes.memset(block, 1, size)
+        for k, block in enumerate(blocks):
+            if k % 16:  # the rest keeps malloc from giving back what lies before it
+                libc.free(block)
+        before = resident_bytes()
+        session.swap("a", scaled(3.0))
+        assert before - resident_bytes() > size * count // 2
+        for block in blocks[::16]:
+            libc.free(block)
 
 
 def test_device(session):

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -39,6 +41,36 @@ def test_soak_notices_wrong_answers_and_counts(subjects):
         run.counts.add("answered")  # one more than there were
         report = run.run(0.3)
     assert len(report["problems"]) == 1 and "answered, its clients" in report["problems"][0]
+
+
+def test_soak_judges_the_slope_of_memory():
+    times = [5.0 * i for i in range(30)]
+    assert soak._growth(times[:5], times[:5]) is None  # too few
+    assert soak._growth(times, [100.0 + 90.0 * (i < 8) for i in range(30)]) == 0.0  # what is only at the beginning
+    assert soak._growth(times, [100.0 + 50.0 * (i % 7 == 0) for i in range(30)]) == 0.0  # what comes and goes
+    assert soak._growth(times, [100.0 + 2.0 * i + 30.0 * (i % 5 == 0) for i in range(30)]) == pytest.approx(38.0)
+
+
+def test_soak_that_is_cut_short_leaves_a_report(subjects, tmp_path):
+    stop, notes = threading.Event(), []
+    with tf_stitch.StitchSession(coalesce=False, threads=4, options=NATIVE) as session:
+        def note(report):
+            notes.append(report)
+            stop.set()
+
+        report = soak.Soak(session, subjects, clients=2, check_s=0.1, stop=stop, note=note).run(60.0)
+    assert report["finished"] and report["problems"] == [] and report["seconds"] < 50
+    assert len(notes) == 1 and not notes[0]["finished"] and len(notes[0]["memory_mb"]) == 1
+    notes[0]["title"] = "toys"
+    assert "cut short" in list(soak.tables(notes[0]))[1]
+
+
+def test_soak_whose_budget_is_used_up_ends_at_once(tmp_path):
+    out, handler = tmp_path / "soak.json", signal.getsignal(signal.SIGTERM)
+    assert soak.main(["--budget", "0", "--clients", "2", "--no-coalesce", "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["finished"] and report["problems"] == [] and report["seconds"] < 60
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_benchmark_of_real_tenants(tmp_path):
