@@ -16,7 +16,8 @@ def rewrite_graph_def(graph_def: GraphDef, *, target: str = "auto", options: Opt
                       ) -> tuple[GraphDef, Report]:
     """A stitched copy of a GraphDef (its functions included), and what was done.
 
-    Nodes that nothing reads, and those in ``options.keep``, keep their names and outputs.  What cannot be
+    Nodes that nothing reads, and those in ``options.keep``, keep their names and outputs; each may be fetched with only
+    those placeholders fed that it needed before.  What cannot be
     stitched stays as it is, with the reason in the report.  Loads the op library, so that the result can be
     imported.  Raises OptionError for an option that cannot be used, CompileError when there is no compiler for the GPU
     that ``target`` names, LibraryError when the op library is missing.
@@ -24,6 +25,7 @@ def rewrite_graph_def(graph_def: GraphDef, *, target: str = "auto", options: Opt
     from tensorflow.core.framework import graph_pb2
 
     from .compiler import check_target
+    from .graph.feeds import runs_of_ends
     from .graph.rewriter import rewrite
 
     if not isinstance(graph_def, graph_pb2.GraphDef):
@@ -37,7 +39,7 @@ def rewrite_graph_def(graph_def: GraphDef, *, target: str = "auto", options: Opt
     if missing:
         raise OptionError(f"Option 'keep' names '{min(missing)}', which is no node of the graph.")
     load_library()
-    return rewrite(graph_def, options)
+    return rewrite(graph_def, options, runs=runs_of_ends(graph_def, options.keep))
 
 
 def load_library() -> Any:

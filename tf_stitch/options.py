@@ -18,7 +18,7 @@ class Options:
       target: "auto", "host", or "cuda:sm_NN".  "auto" is the GPU when TensorFlow sees one, else "host".
       levels: x86-64 levels that host code is built for; () means just what this machine has.
       min_ops: a cluster with fewer compute ops than this stays TensorFlow's.
-      keep: names of nodes that must still be there after the rewrite (fetched nodes).
+      keep: names of nodes that must still be there after the rewrite (fetched nodes; what is fed is a placeholder).
       skip_ops: TensorFlow op types that are never stitched.
       shared_bytes: on-chip bytes that one block of a kernel may use (0: the target's own default).
       superkernels: GPU code is made so that kernels and products of concurrent requests can share launches: each kernel

@@ -149,6 +149,8 @@ def _check_goal(source: Path, goal: Path, overwrite: bool) -> None:
         raise SavedModelError(f"'{goal}' lies inside the source; give another folder to write to.")
     if os.path.lexists(goal) and not overwrite:
         raise SavedModelError(f"'{goal}' exists already; use --overwrite (overwrite=True) or another folder.")
+    if os.path.lexists(goal) and not goal.is_dir():
+        raise SavedModelError(f"'{goal}' is no folder; it is not overwritten, use another folder.")
     if goal.is_dir() and any(goal.iterdir()) and not (goal / MODEL).exists():
         raise SavedModelError(f"'{goal}' is a folder that is no SavedModel; it is not overwritten, use another folder.")
 
@@ -159,6 +161,7 @@ def rewrite_model(model: Any, options: Options, progress: Progress | None = None
     """Rewrites every MetaGraph of a SavedModel proto in place."""
     from . import runtime
     from .compiler import check_target
+    from .graph import feeds
     from .graph.calls import annotate_variables
     from .graph.rewriter import OP, rewrite
     from .graph.view import op_def
@@ -169,7 +172,10 @@ def rewrite_model(model: Any, options: Options, progress: Progress | None = None
     for meta in model.meta_graphs:
         keep = tuple(dict.fromkeys((*options.keep, *_fetchable(meta))))
         annotate_variables(meta.graph_def)
-        graph, part = rewrite(meta.graph_def, replace(options, keep=keep), keep_in=_captured(meta), progress=progress)
+        graph, fed = feeds.cut(meta.graph_def, set(_fed(meta)))
+        graph, part = rewrite(graph, replace(options, keep=(*keep, *fed)), keep_in=_captured(meta), progress=progress,
+                              runs=_signature_runs(meta, fed))
+        feeds.join(graph, fed)
         report.extend(part)
         meta.graph_def.CopyFrom(graph)
         ops = meta.meta_info_def.stripped_op_list
@@ -178,14 +184,35 @@ def rewrite_model(model: Any, options: Options, progress: Progress | None = None
     return report
 
 
-def _fetchable(meta: Any) -> Iterator[str]:
-    """Nodes of the main graph that the MetaGraph names."""
-    signatures = meta.signature_def.values()
-    for info in (i for s in signatures for i in (*s.inputs.values(), *s.outputs.values())):
+def _tensors(infos: Iterable[Any]) -> Iterator[str]:
+    """Names of the tensors that TensorInfos hold."""
+    for info in infos:
         names = [info.name, *(c.name for c in info.composite_tensor.components),
                  info.coo_sparse.values_tensor_name, info.coo_sparse.indices_tensor_name,
                  info.coo_sparse.dense_shape_tensor_name]
-        yield from (n.split(":")[0] for n in names if n)
+        yield from (n for n in names if n)
+
+
+def _fed(meta: Any) -> Iterator[str]:
+    """Tensors of the main graph that are inputs of signatures."""
+    return (t for s in meta.signature_def.values() for t in _tensors(s.inputs.values()))
+
+
+def _signature_runs(meta: Any, stands: Mapping[str, str]) -> dict[frozenset[str], list[str]]:
+    """What signatures fetch of the main graph, by what they feed; ``stands`` as from feeds.cut."""
+    placeholder = {tensor: name for name, tensor in stands.items()}
+    runs: dict[frozenset[str], list[str]] = {}
+    for s in meta.signature_def.values():
+        given = (t.removesuffix(":0") for t in _tensors(s.inputs.values()))
+        fed = frozenset(placeholder.get(t, t.split(":")[0]) for t in given)
+        runs.setdefault(fed, []).extend(t.split(":")[0] for t in _tensors(s.outputs.values()))
+    return runs
+
+
+def _fetchable(meta: Any) -> Iterator[str]:
+    """Nodes of the main graph that the MetaGraph names."""
+    for s in meta.signature_def.values():
+        yield from (t.split(":")[0] for t in _tensors((*s.inputs.values(), *s.outputs.values())))
     saver = meta.saver_def
     saving = saver.filename_tensor_name, saver.save_tensor_name, saver.restore_op_name
     yield from (n.split(":")[0] for n in saving if n)

@@ -235,6 +235,10 @@ def test_goals_that_cannot_be(source, tmp_path):
         rewrite(source, tmp_path / "there", overwrite=True)
     with pytest.raises(SavedModelError, match="cannot be written"):
         rewrite(source, tmp_path / "there" / "thesis.txt" / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("there/thesis.txt", "link"):
+        with pytest.raises(SavedModelError, match="is no folder; it is not overwritten"):
+            rewrite(source, tmp_path / name, overwrite=True)
     assert (tmp_path / "there" / "thesis.txt").read_text() == "years of work"
 
 

@@ -4,7 +4,7 @@ A cluster is a convex set of nodes: no path leaves it and comes back, else the o
 Control edges count as paths, and so does the way from a turn of a loop to its end.  The method:
 
 1. ``depth(v)`` is the largest number of *breaks* on a path to ``v``; a break is a node that stays
-   TensorFlow's, or an edge between nodes that may not share an op (another device, loop or branch).
+   TensorFlow's, or an edge between nodes that may not share an op (another device, loop, branch or run).
    Depth never falls along an edge.  So a path that leaves a set of nodes of equal depth and returns has
    equal depth all along: it meets no break, hence all of it lies in one connected component of nodes of
    that depth.  Taking whole components therefore never closes a cycle, however many are taken at once.
@@ -67,6 +67,7 @@ class NodeInfo:
     computes: bool = True        # does work: neither plumbing nor metadata
     pure: bool = False           # need not run when nothing reads it
     frame_name: str = ""
+    needs: frozenset[frozenset[str]] = frozenset()  # what is fed when it is needed (see feeds.needs)
 
 
 @dataclass(frozen=True)
@@ -284,8 +285,9 @@ class _Net:
         i = self.by_name[name]
         return i.op in SHAPE_OPS and i.why is None and name not in self.member
 
-    def key(self, name: str) -> tuple[str, Context]:
-        return self.by_name[name].device, self.context[name]
+    def key(self, name: str) -> tuple[str, frozenset[frozenset[str]], Context]:
+        """Nodes may share an op where this is equal."""
+        return self.by_name[name].device, self.by_name[name].needs, self.context[name]
 
     def _classify(self, i: NodeInfo) -> None:
         name = i.name

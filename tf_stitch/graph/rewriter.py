@@ -25,7 +25,7 @@ from ..program import serialize
 from ..program.program import AliasStep, Program
 from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
-from . import clusters, lists, loops, lower, updates
+from . import clusters, feeds, lists, loops, lower, updates
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
 from .edits import without_dead
@@ -57,7 +57,7 @@ def _no_garbage_collection() -> Iterator[None]:
 @_no_garbage_collection()
 def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, functions: bool = True,
             keep_ends: bool = True, keep_in: Mapping[str, Iterable[str]] | None = None, run: Iterable[str] = (),
-            only: Callable[[graph_pb2.GraphDef], frozenset[str]] | None = None,
+            only: Callable[[graph_pb2.GraphDef], frozenset[str]] | None = None, runs: feeds.Runs | None = None,
             progress: Progress | None = None) -> tuple[graph_pb2.GraphDef, Report]:
     """A rewritten copy of a graph, and what was done.
 
@@ -69,6 +69,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
       keep_in: names of nodes that must still be there, by function (``options.keep`` is for the main graph).
       run: names of nodes of the main graph that must still be there and run; nobody reads what they give.
       only: picks the nodes of the main graph that may be stitched (None: all of them).
+      runs: of the main graph, where parts of it may be run (None: it is run as a whole).
       progress: called with (steps done, steps in all, what was just done).
 
     What cannot be stitched stays as it is, with the reason in the report.  Threads may rewrite at the same time.
@@ -88,6 +89,7 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
                                  keep=keep_in.get(name, ())))
     if only is not None:
         places[0].only = only(graph_def)
+    places[0].runs = runs or {}
     for place in places:
         place.plan()
     failures = _compile(places, progress)
@@ -243,6 +245,7 @@ class _Place:
     infos: list[NodeInfo] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)  # job -> stitched node
     only: frozenset[str] | None = None
+    runs: feeds.Runs = field(default_factory=dict)
     nodes_after: int = -1
 
     # --- finding -------------------------------------------------------------------------------------
@@ -257,7 +260,9 @@ class _Place:
         try:
             compiler.prepare(self.options, any(None in (self.view.shape((n.name, 0)) or ())
                                                for n in self.view if n.is_arg))
-            self.infos = clusters.describe(self.view, self.options)
+            needs = feeds.needs(self.view, self.runs)
+            self.infos = [replace(i, needs=needs.get(i.name, frozenset()))
+                          for i in clusters.describe(self.view, self.options)]
             if self.only is not None:
                 self.exclude({i.name: _OUTSIDE for i in self.infos if i.name not in self.only})
         except Exception as e:  # nothing that happens here may break the model
