@@ -22,6 +22,7 @@ something outside reads them.
 """
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,7 +93,7 @@ class Cluster:
     device: str
     compute_ops: int
 
-    @property
+    @functools.cached_property
     def members(self) -> tuple[str, ...]:
         return tuple(n for n in self.nodes if n not in self.copies)
 

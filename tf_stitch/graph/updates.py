@@ -85,10 +85,12 @@ class _Order:
         self.before: dict[str, int] = {}
         self.conditional: set[str] = set()
         self.acting: list[str] = []  # nodes that may write to any variable
+        self.acts = 0  # their bits
         for n in view:
             seen = 0
             if not _is_pure(n) and n.op not in READERS:
                 self.acting.append(n.name)
+                self.acts |= self.bit[n.name]
             sources = [s for s in (*(r[0] for r in n.inputs), *n.control_inputs) if s in self.before]
             for s in sources:
                 seen |= self.before[s] | self.bit[s]
@@ -105,7 +107,8 @@ class _Order:
 
     def acts_between(self, first: str, then: str) -> bool:
         """Whether anything with effects comes after one node and before another."""
-        return any(self.is_before(first, n) and self.is_before(n, then) for n in self.acting)
+        return bool(self.before[then] & self.acts) and any(
+            self.is_before(first, n) and self.is_before(n, then) for n in self.acting)
 
 
 def _update(view: GraphView, order: _Order, write: NodeView) -> _Update | None:
