@@ -79,6 +79,28 @@ def heads(count, batch=None, width=24, least=3):
     return b.finish(outs, "heads")
 
 
+def joined_features(count, batch=None, kinds=3):
+    """Features side by side in one matrix: looked up after a modulo, normalised, or as they are."""
+    rng, b = random.Random(count), Builder()
+    x = b.param((batch, count), "float32", "x")
+    pieces = []
+    for i in range(count):
+        rows = 1 + rng.randint(1, 40)
+        if i % kinds == 0:
+            ids = b.param((batch,), "int64", f"ids{i}")
+            ids = b.ew("int_mod", b.ew("abs", ids), b.broadcast_to(b.const(rows, "int64"), ids.shape))
+            pieces.append(b.ew("tanh", b.gather(b.param((rows, 8), "float32", f"table{i}"), ids)))
+        elif i % kinds == 1:
+            column = b.slice(x, (0, i), (x.shape[0], 1))
+            y = b.param((batch, 12), "float32", f"y{i}")
+            total = b.reduce("sum", y, (1,), keepdims=True)
+            pieces.append(b.ew("mul", b.broadcast_to(total, (total.shape[0], 4)), b.broadcast_to(column, (
+                total.shape[0], 4))))
+        else:
+            pieces.append(b.param((batch, 3), "float32", f"z{i}"))
+    return b.finish([b.concat(pieces, 1)], "joined features")
+
+
 SHAPES = [(1,), (3,), (16,), (10, 10), (33,), (128,), (7, 5), (64, 40), (2, 3, 4), (1000,), (1024, 2), (1, 1), (4100,)]
 
 
@@ -96,6 +118,18 @@ GRAPHS = {
     "features of a few rows": lambda: features(24, 5),
     "heads": lambda: heads(40),
 }
+
+
+@pytest.mark.parametrize("meaning", MEANINGS)
+def test_the_pieces_of_a_long_concat_share_texts(meaning):
+    graphs = [joined_features(80), joined_features(45, 5), joined_features(60, None, 1)]
+    programs = [compiler.build_program(g, CUDA) for g in graphs]
+    assert all(len(p.launched()) == 1 and p.text.count("TS_MEMBERS(") for p in programs)
+    assert len(programs[2].text) < 1.2 * len(compiler.build_program(joined_features(40, None, 1), CUDA).text)
+    dll = compiled(programs, MEANINGS[meaning])
+    for graph, program in zip(graphs, programs, strict=True):
+        for size in (0, 1, 6, 300) if graph.symbols else (0,):
+            check(graph, program, random_inputs(graph, size + 1, dict.fromkeys(graph.symbols, size)), dll)
 
 
 def check(graph, program, inputs, dll):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 
 from ..ir import dims as D
@@ -16,6 +17,7 @@ from ..schedule.storage import HEAVY
 from ..schedule.tile import guess
 from .kernel import INDEX_LIMIT, Kernel
 from .loops import Loops
+from .members import FIRST, Members, PartText, members
 from .rows import Rows
 from .runs import Runs
 from .scope import Scopes, symbol_names
@@ -23,6 +25,7 @@ from .text import compute_type, dim_text, factor_text, rounded, storage_type
 
 INLINE_SOURCES = frozenset({"const", "iota", "shape_value"})
 _PLACEHOLDER = "TS_NAME"
+_INPUT = re.compile(r"\bx\d+\b")
 
 
 class KernelEmitter:
@@ -106,9 +109,9 @@ class KernelEmitter:
     def kernel(self) -> Kernel:
         """The kernel: its text and how it is called."""
         first: Dim = 0
-        for part in self.schedule.parts:
-            self._part(part, first)
-            first = first + part.blocks
+        for alike in self._members():
+            self.scopes.stack[0].lines += alike.lines(first, self.factor, self.table, self._input_type)
+            first = first + alike.blocks
         text = self._text()
         name = "ts_" + hashlib.sha256(text.encode()).hexdigest()[:16]
         args = (*self.inputs, *self.outputs)
@@ -119,6 +122,15 @@ class KernelEmitter:
                       tuple(self._value(s) for s in self.dims.values()), self.schedule.blocks,
                       shared, cost, self.target.threads, self.exact, self._limits())
 
+    def _members(self) -> list[Members]:
+        """The texts of all parts; on a GPU, those that are alike together."""
+        texts = [self._part(part) for part in self.schedule.parts]
+        return [Members([t]) for t in texts] if self.target.is_host else members(texts, self._input_type)
+
+    def _input_type(self, name: str) -> str:
+        """The storage type of an input, by its pointer's name."""
+        return storage_type(list(self.inputs)[int(name[1:])].dtype)
+
     def _value(self, s: Symbol) -> Dim:
         """What is passed for a run-time dim."""
         return s.lo or 0 if any(s in D.symbols(d) for d in self.starts.values()) else D.symbol(s.name, s.lo, s.hi)
@@ -127,7 +139,10 @@ class KernelEmitter:
         bits = 32 if self._small() else 64
         names = [*self.inputs.values(), *self.outputs.values()]
         lines = [self._header(len(names)), f"  TS_ENTER({bits})"]
+        used = set(_INPUT.findall("\n".join(self.scopes.stack[0].lines)))
         for k, (node, name) in enumerate(zip((*self.inputs, *self.outputs), names, strict=True)):
+            if name.startswith("x") and name not in used:
+                continue  # found in a table
             macro = "TS_IN" if name.startswith("x") else "TS_OUT"
             lines.append(f"  {macro}({storage_type(node.dtype)}, {name}, {k})")
         lines += [f"  TS_DIM(n{k}, {k})" for k in range(len(self.dims))]
@@ -166,15 +181,18 @@ class KernelEmitter:
         unknown = {s for s in self._sizes() if not isinstance(s, int) and not D.prove_le(s, INDEX_LIMIT)}
         return tuple(sorted(unknown, key=D.to_text))
 
-    def _part(self, part: Part, first: Dim) -> None:
-        count, start = self.factor(part.blocks), self.factor(first)
-        with self.scopes.block(f"TS_PART({start}, {count})"):
+    def _part(self, part: Part) -> PartText:
+        """The text of a part; its variables are its own."""
+        self.count, lines, count = 0, self.scopes.stack[0].lines, self.factor(part.blocks)
+        with self.scopes.block(f"TS_PART({FIRST}, {count})"):
             for s in part.stages:
                 if s.hoisted:
                     StageEmitter(self, part, s).emit()
-            with self.scopes.block(f"TS_BLOCKS(b, {start}, {count})"):
+            with self.scopes.block(f"TS_BLOCKS(b, {FIRST}, {count})"):
                 self._place(part)
                 self._stages(part)
+        self.scopes.stack[0].lines = []
+        return PartText(lines, part.blocks)
 
     def _stages(self, part: Part) -> None:
         """The stages of a block, chains of them in one loop."""

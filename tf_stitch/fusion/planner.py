@@ -24,6 +24,7 @@ from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.graph import Graph, Node, view_source
 from ..ir.ops import CHEAP, OPS
+from ..schedule.build import is_long
 from ..schedule.group import Group
 from ..schedule.products import repeats_rows
 from . import cost, library, packs
@@ -210,7 +211,8 @@ class Planner:
         """A kernel of its own for a group, or None when it has no schedule."""
         if self.uses_library and (repeats_rows(group.nodes, lambda n: _small_dot(n) or library.is_light(n))
                                   or sum(n.op == "dot" for n in group.nodes) > MOST_PRODUCTS
-                                  or len(group.outputs) > MOST_OUTPUTS):
+                                  or len(group.outputs) > MOST_OUTPUTS
+                                  or any(is_long(x) for n in group.nodes for x in n.inputs if x not in group.inputs)):
             return None
         if self.alike is None:
             return self._scheduled(group)

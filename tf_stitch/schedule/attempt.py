@@ -37,13 +37,15 @@ LINE = 128  # bytes of a cache line and the one fetched with it: a shorter conti
 
 class Attempt:
     """``part`` is the schedule, ``time`` its estimate in element operations, ``ideal`` what it would be with every
-    value computed once and all cores busy, ``waste`` the work over the least possible work.
+    value computed once and all cores busy, ``waste`` the work over the least possible work.  Of a concat that is the
+    only output, ``piece`` is the only operand that is written.
 
     Raises Unschedulable when the values that a block must keep do not fit on chip.
     """
 
     def __init__(self, nodes: Sequence[Node], outputs: Sequence[Node], primary: Node, tags: Mapping[Node, Tags],
-                 tile: Tile, target: Target, storage: Storage):
+                 tile: Tile, target: Target, storage: Storage, piece: int | None = None):
+        self.piece = piece
         self.nodes, self.outputs, self.target, self.tags = nodes, outputs, target, tags
         self.storage = storage
         self.members = set(nodes)
@@ -164,7 +166,8 @@ class Attempt:
 
     def _compute(self, n: Node, space: str, box: Box, once: tuple[int, ...]) -> list[tuple[Item, Stage]]:
         if n.op == "concat":
-            return _pieces(n, space, box, once)
+            pieces = _pieces(n, space, box, once)
+            return pieces if self.piece is None or n not in self.storage.outputs else [pieces[self.piece]]
         d: Domain = domain(n, box)
         item = Item(n, space, n, (), d.mapped)
         return [(item, _stage(d.kind, d.shape, d.box, d.folded, item, once))]

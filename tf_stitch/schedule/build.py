@@ -29,6 +29,7 @@ MANY_NODES = 100  # of a part; then only tiles are tried that are likely to be g
 FEW_TILES = 2  # that are tried for products besides those made for them
 A_LOAD = 4  # elements of a thread's widest access: with fewer blocks, rows would wait for each other in a loop
 LOOKED_UP = 16  # elements, in the time that a row is looked up and folded: each load waits for the one before
+MOST_PIECES = 32  # operands of a concat that a block may compute one after the other
 GOOD_ENOUGH = 1.2  # a tile that computes at most this many times the least work ends the search
 
 Known = dict[Hashable, Tile | str]  # the best tile of parts alike, or why they have none
@@ -48,7 +49,11 @@ def build(group: Group, target: Target, wanted: Schedule | None = None,
     small = collapse(group)
     group = small.group
     known = {} if known is None else known
-    parts = [_build_part(nodes, outputs, target, wanted, known) for nodes, outputs in _components(group, target)]
+    parts: list[Part] = []
+    for nodes, outputs in _components(group, target):
+        pieces = [] if wanted else _pieces(nodes, outputs, target)
+        parts += [_build_piece(k, own, outputs[0], target) for k, own in enumerate(pieces)]
+        parts += [] if pieces else [_build_part(nodes, outputs, target, wanted, known)]
     return KernelSchedule(target, parts, group.inputs, group.outputs, frozenset(group.nodes), small.origin)
 
 
@@ -75,6 +80,36 @@ def _components(group: Group, target: Target) -> list[tuple[list[Node], list[Nod
     for o in group.outputs:
         sets.setdefault(find(o), []).append(o)
     return [(_needed(outputs, members), outputs) for outputs in sets.values()]
+
+
+def is_long(node: Node) -> bool:
+    """True for a concat of so many operands that no block should compute all of them, one after the other."""
+    return node.op == "concat" and len(node.inputs) > MOST_PIECES
+
+
+def _pieces(nodes: list[Node], outputs: list[Node], target: Target) -> list[list[Node]]:
+    """For each operand of a long concat, what it and the concat's part need: they get blocks of their own.
+
+    None where the concat is not all there is to write, is read, or where operands share what takes long to compute.
+    """
+    (last, *others), members = outputs, set(nodes)
+    if not target.has_threads or others or not is_long(last) or any(last in n.inputs for n in nodes):
+        return []
+    found = [[n for n in _needed([x], members)] if x in members else [] for x in last.inputs]
+    heavy = [n for own in found for n in own if n.op in HEAVY]
+    if len(set(heavy)) < len(heavy) or sum(map(len, found)) > 2 * len(nodes) + len(last.inputs):
+        return []
+    return [[*own, last] for own in found]
+
+
+def _build_piece(piece: int, nodes: list[Node], concat: Node, target: Target) -> Part:
+    """The part that writes an operand of a concat: blocks own whole runs of it."""
+    x, axis = concat.inputs[piece], concat.attrs["axis"]
+    tags = _spread(concat, nodes)
+    storage = Storage(nodes, [concat], have_products(nodes, target))
+    tiles = dict.fromkeys((*tile[:axis], None, *tile[axis + 1:]) for tile in _tiles(x, nodes[:-1] or [x], target))
+    return _best(lambda tile: Attempt(nodes, [concat], concat, tags, tile, target, storage, piece), tiles,
+                 GOOD_ENOUGH).made.part
 
 
 def _given(group: Group) -> set[Node]:

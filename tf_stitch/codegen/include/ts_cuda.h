@@ -82,6 +82,9 @@ struct ts_keeper {
 #define TS_PART(first, count) if (ts_block >= (first) && ts_block < (first) + (count))
 #define TS_BLOCKS(b, first, count) if (const ts_idx b = (ts_idx)(ts_block - (first)); true)
 
+// The part is `n` members of `count` blocks each; m is the block's.
+#define TS_MEMBERS(m, first, n, count) if (const ts_idx m = (ts_idx)(ts_block - (first)) / (count); true)
+
 #define TS_LANE_(L) ((ts_idx)(threadIdx.x % (L)))
 #define TS_GROUP_(L) ((ts_idx)(threadIdx.x / (L)))
 #define TS_GROUPS_(L) ((ts_idx)(TS_THREADS / (L)))

@@ -53,6 +53,7 @@ struct ts_problem {
 
 // Blocks [first, first + count) of the kernel are this part's.
 #define TS_PART(first, count) if (ts_begin < (first) + (count) && ts_end > (first))
+#define TS_MEMBERS(m, first, n, count) for (ts_idx m = 0; m < (n); ++m)
 #define TS_BLOCKS(b, first, count)                                                              \
   for (ts_idx b = ts_begin > (first) ? ts_begin - (first) : 0,                                  \
               b##_end = ts_end - (first) < (count) ? ts_end - (first) : (count); b < b##_end; ++b)
