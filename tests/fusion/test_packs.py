@@ -111,6 +111,16 @@ def test_equal_sizes_stay_constants():
     assert out.shape == (32, table.shape[1]), "sizes that are equal in all members are one size"
 
 
+def test_unknown_sizes_join_too():
+    members = [sizes.structure(look_up(40, None, depth)) for depth in (8, 16)]
+    joined = sizes.join(members)
+    (out,) = joined.group.outputs
+    for values, member in zip(joined.values, members, strict=True):
+        (want,) = member.group.outputs
+        assert tuple(D.substitute(d, values) for d in out.shape) == want.shape
+    assert sizes.structure(look_up(40, 32, 8)).key != members[0].key
+
+
 def test_sizes_that_attributes_depend_on_stay():
     def cut(n):
         b = Builder()

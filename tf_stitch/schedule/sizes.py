@@ -30,13 +30,13 @@ class Structure:
     Attributes:
       key: equal for groups that differ in sizes only.
       group: the group with as few dims as its ops need (collapse).
-      sizes: the known sizes that may differ, in the order of nodes and dims; positions correspond between groups.
+      sizes: the sizes that may differ, in the order of nodes and dims; positions correspond between groups.
       origin: for each node of ``group``, inputs first, the node it stands for.
     """
 
     key: Hashable
     group: Group
-    sizes: tuple[int, ...]
+    sizes: tuple[Dim, ...]
     origin: tuple[Node, ...]
 
     @property
@@ -52,13 +52,13 @@ def structure(group: Group) -> Structure:
     members = set(small.group.nodes)
     fixed = _fixed(small.group)
     key: list[Hashable] = []
-    sizes: list[int] = []
+    sizes: list[Dim] = []
     for n in number:
         own = n in members
         key.append((n.op if own else "input", n.dtype, _attrs(n) if own else (),
                     tuple(number[x] for x in n.inputs) if own else (),
                     n.shape if n in fixed else tuple(map(_kind_of_size, n.shape))))
-        sizes += [d for d in n.shape if isinstance(d, int) and n not in fixed]
+        sizes += n.shape if n not in fixed else ()
     outputs = tuple(number[o] for o in small.group.outputs)
     return Structure((tuple(key), outputs), small.group, tuple(sizes), tuple(small.origin[n] for n in number))
 
@@ -79,13 +79,13 @@ class Joined:
 def join(members: Sequence[Structure]) -> Joined:
     """The group that is any of ``members``, which have one key, when its unknown sizes are theirs."""
     columns = list(zip(*(m.sizes for m in members), strict=True))
-    unknown: dict[tuple[int, ...], Dim] = {}
+    unknown: dict[tuple[Dim, ...], Dim] = {}
     values: list[dict[str, Dim]] = [{} for _ in members]
     for column in columns:
         if len(set(column)) > 1 and column not in unknown:
             name, step = f"size{len(unknown)}", _step(column[0])
-            counts = [size // step for size in column]
-            unknown[column] = step * D.symbol(name, min(counts), max(counts))
+            counts = [D.floordiv(size, step) for size in column]
+            unknown[column] = step * D.symbol(name, *_bounds(counts))
             for value, count in zip(values, counts, strict=True):
                 value[name] = count
     sizes = iter([unknown.get(column, column[0]) for column in columns])
@@ -93,11 +93,11 @@ def join(members: Sequence[Structure]) -> Joined:
 
 
 def _rebuilt(like: Structure, sizes: Iterator[Dim]) -> Group:
-    """The group with the next of ``sizes`` for each known size that may differ."""
+    """The group with the next of ``sizes`` for each size that may differ."""
     fixed, members = _fixed(like.group), set(like.group.nodes)
     new: dict[Node, Node] = {}
     for n in like.nodes:
-        shape: Shape = n.shape if n in fixed else tuple(next(sizes) if isinstance(d, int) else d for d in n.shape)
+        shape: Shape = n.shape if n in fixed else tuple(next(sizes) for _ in n.shape)
         inputs = [new[x] for x in n.inputs] if n in members else []
         new[n] = Node(n.op, inputs, n.attrs, shape, n.dtype, n.origin)
     return Group(tuple(new[n] for n in like.group.nodes), tuple(new[n] for n in like.group.inputs),
@@ -115,11 +115,18 @@ def _fixed(group: Group) -> set[Node]:
 
 def _kind_of_size(d: Dim) -> Hashable:
     """What a kernel may rely on of a size that it takes at run time; 0 and 1 are no such sizes."""
-    return d if not isinstance(d, int) or d < 2 else ("size", _step(d))
+    return d if isinstance(d, int) and d < 2 else ("known" if isinstance(d, int) else "unknown", _step(d))
 
 
-def _step(size: int) -> int:
-    return next((step for step in STEPS if size % step == 0), 1)
+def _step(size: Dim) -> int:
+    return next((step for step in STEPS if D.mod(size, step) == 0), 1)
+
+
+def _bounds(sizes: Sequence[Dim]) -> tuple[int, int | None]:
+    """The least and the largest that any of some sizes can be, as far as that is known."""
+    least = [max(d, 0) if isinstance(d, int) else 0 for d in map(D.lower, sizes)]
+    most = [d for d in map(D.upper, sizes) if isinstance(d, int)]
+    return min(least), max(most) if len(most) == len(sizes) else None
 
 
 def _attrs(node: Node) -> Hashable:
