@@ -1,8 +1,11 @@
 // Loading: which of a program's code fits a device, modules shared by equal code.
 #include <algorithm>
+#include <cstring>
+#include <functional>
 #include <map>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "counters.h"
 #include "cudnn.h"
@@ -52,6 +55,32 @@ std::string Targets(const Program& program) {
   return have.empty() ? "no device" : have;
 }
 
+// Machine code that is loaded by itself, and the kernels in it.
+struct Image {
+  std::string_view names;  // with spaces between them; empty where it is the only image
+  std::string_view code;
+};
+
+// The images that machine code is made of; tf_stitch/backend/images.py has the format.  None when some are missing.
+std::vector<Image> Images(std::string_view bytes) {
+  constexpr std::string_view kMagic = "tf_stitch images\n";
+  constexpr size_t kSizes = sizeof(uint32_t) + sizeof(uint64_t);
+  if (bytes.substr(0, kMagic.size()) != kMagic) return {{"", bytes}};
+  std::vector<Image> out;
+  for (bytes.remove_prefix(kMagic.size()); !bytes.empty();) {
+    uint32_t named;
+    uint64_t coded;
+    if (bytes.size() < kSizes) return {};
+    std::memcpy(&named, bytes.data(), sizeof(named));
+    std::memcpy(&coded, bytes.data() + sizeof(named), sizeof(coded));
+    bytes.remove_prefix(kSizes);
+    if (named > bytes.size() || coded > bytes.size() - named) return {};
+    out.push_back({bytes.substr(0, named), bytes.substr(named, coded)});
+    bytes.remove_prefix(named + coded);
+  }
+  return out;
+}
+
 // A module in a context, and what it was loaded from.
 struct Module {
   Module(const cuda::Driver& d, cuda::Context c, std::string_view b) : driver(d), context(c), bytes(b) {}
@@ -71,11 +100,11 @@ struct Module {
 };
 
 // The module with these bytes in the current context, loaded once.
-std::shared_ptr<Module> OpenShared(const cuda::Driver& driver, cuda::Context context, const std::string& bytes,
+std::shared_ptr<Module> OpenShared(const cuda::Driver& driver, cuda::Context context, std::string_view bytes,
                                    std::string* error) {
   static std::mutex mu;
   static auto& loaded = *new std::multimap<size_t, std::weak_ptr<Module>>;  // by hash; ops may outlive statics
-  size_t hash = std::hash<std::string>()(bytes);
+  size_t hash = std::hash<std::string_view>()(bytes);
   std::lock_guard<std::mutex> lock(mu);
   for (auto [it, last] = loaded.equal_range(hash); it != last;) {
     std::shared_ptr<Module> module = it->second.lock();
@@ -93,6 +122,40 @@ std::shared_ptr<Module> OpenShared(const cuda::Driver& driver, cuda::Context con
   loaded.emplace(hash, module);
   return module;
 }
+
+// Where a program's kernels are: a module for each image.
+class Modules {
+ public:
+  // Loads the images; false and an error when one cannot be.
+  bool Load(const cuda::Driver& driver, cuda::Context context, std::string_view bytes, std::string* error) {
+    std::vector<Image> images = Images(bytes);
+    if (images.empty()) *error = "its code ends in the middle of an image";
+    for (const Image& image : images) {
+      std::shared_ptr<Module> module = OpenShared(driver, context, image.code, error);
+      if (!module) return false;
+      modules_.push_back(module);
+      if (image.names.empty()) only_ = module.get();
+      for (std::string_view rest = image.names; !rest.empty();) {
+        size_t end = std::min(rest.find(' '), rest.size());
+        by_kernel_.emplace(rest.substr(0, end), module.get());
+        rest.remove_prefix(std::min(end + 1, rest.size()));
+      }
+    }
+    return !images.empty();
+  }
+
+  // A kernel; an error where there is none of the name.
+  cuda::Result Find(const cuda::Driver& driver, const std::string& kernel, cuda::Function* function) const {
+    auto at = by_kernel_.find(kernel);
+    const Module* module = at == by_kernel_.end() ? only_ : at->second;
+    return module ? driver.ModuleGetFunction(function, module->handle, kernel.c_str()) : cuda::kNotFound;
+  }
+
+ private:
+  std::vector<std::shared_ptr<Module>> modules_;
+  std::map<std::string, const Module*, std::less<>> by_kernel_;
+  const Module* only_ = nullptr;  // of the image whose kernels are not named
+};
 
 // Lets a kernel ask for as much dynamic shared memory as the device has, less what it holds statically; returns that.
 int AllowSharedMemory(const cuda::Driver& driver, cuda::Function kernel) {
@@ -122,11 +185,11 @@ std::shared_ptr<CudaCode> CudaCode::Load(const Program& program, cuda::Context c
     *error = "it has code for " + Targets(program) + ", this GPU is sm_" + std::to_string(capability);
     return nullptr;
   }
-  std::shared_ptr<Module> module = OpenShared(*driver, context, code->bytes, error);
-  if (!module) return nullptr;
-  out->module_ = module;
+  auto modules = std::make_shared<Modules>();
+  if (!modules->Load(*driver, context, code->bytes, error)) return nullptr;
+  out->modules_ = modules;
   auto find = [&](const std::string& name, Kernel* kernel) {
-    cuda::Result result = driver->ModuleGetFunction(&kernel->function, module->handle, name.c_str());
+    cuda::Result result = modules->Find(*driver, name, &kernel->function);
     if (result)
       *error = cuda::Failed(*driver, result, "looking for kernel '" + name + "' in its code for " + code->target);
     if (!result) kernel->max_shared_bytes = AllowSharedMemory(*driver, kernel->function);
@@ -137,12 +200,11 @@ std::shared_ptr<CudaCode> CudaCode::Load(const Program& program, cuda::Context c
     if (step.kind != Step::Kind::kKernel) continue;
     Kernel& kernel = out->kernels_[i];
     if (!find(step.kernel, &kernel)) return nullptr;
-    std::string many = step.kernel + "_many";
-    if (driver->ModuleGetFunction(&kernel.many, module->handle, many.c_str())) kernel.many = nullptr;
+    if (modules->Find(*driver, step.kernel + "_many", &kernel.many)) kernel.many = nullptr;
     if (kernel.many)
       kernel.max_shared_bytes = std::min(kernel.max_shared_bytes, AllowSharedMemory(*driver, kernel.many));
   }
-  if (driver->ModuleGetFunction(&out->copy_pieces_, module->handle, "ts_copy_pieces")) out->copy_pieces_ = nullptr;
+  if (modules->Find(*driver, "ts_copy_pieces", &out->copy_pieces_)) out->copy_pieces_ = nullptr;
   out->grids_.resize(program.grids.size());
   for (size_t i = 0; i < program.grids.size(); ++i) {
     if (!find(program.grids[i].kernel, &out->grids_[i])) return nullptr;

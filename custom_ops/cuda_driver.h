@@ -30,6 +30,7 @@ constexpr int kComputeCapabilityMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPA
 constexpr int kCooperativeLaunch = 95;       // CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH
 constexpr int kMaxSharedBytesPerBlock = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 constexpr int kStreamNonBlocking = 1;        // CU_STREAM_NON_BLOCKING
+constexpr int kNotFound = 500;               // CUDA_ERROR_NOT_FOUND
 constexpr int kNotReady = 600;               // CUDA_ERROR_NOT_READY
 constexpr int kEventBlockingSync = 1;        // CU_EVENT_BLOCKING_SYNC
 constexpr int kEventDisableTiming = 2;       // CU_EVENT_DISABLE_TIMING

@@ -53,9 +53,9 @@ class CudaCode {
 
   const cuda::Driver& driver_;
   cuda::Context context_;
-  std::shared_ptr<void> module_;
-  std::vector<Kernel> kernels_;  // by step; null for steps that are not kernels
-  std::vector<Kernel> grids_;    // by grid
+  std::shared_ptr<void> modules_;  // that the kernels are in
+  std::vector<Kernel> kernels_;    // by step; null for steps that are not kernels
+  std::vector<Kernel> grids_;      // by grid
   cuda::Function copy_pieces_ = nullptr;
   std::mutex mu_;
   cuda::Stream capturing_ = nullptr;  // made on first use

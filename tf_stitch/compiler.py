@@ -99,14 +99,13 @@ def build_program(graph: Graph, target: Target, begin: Begin | None = None) -> P
     return plans.remembered(graph, target, lambda: lay_out(graph, target, begin)[0])
 
 
-def prepare(options: Options, unknown_sizes: bool) -> None:
-    """Begins what takes a while and graphs for a GPU will need: to find compilers, to start the process for plans."""
+def prepare(unknown_sizes: bool = True) -> None:
+    """Begins what takes a while and graphs for a GPU need: to find compilers, to start a process for plans."""
     from .backend import cuda
 
-    if options.on_gpu:
-        cuda.prepare()
-        if unknown_sizes:
-            range_plans.prepare()
+    cuda.prepare()
+    if unknown_sizes:
+        range_plans.prepare()
 
 
 def beginner(options: Options) -> Begin | None:

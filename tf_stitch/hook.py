@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import functools
 import logging
+import os
 import re
 import threading
 import time
@@ -25,6 +26,7 @@ from .report import Report
 log = logging.getLogger("tf_stitch")
 
 OPTIMIZER = "tf_stitch"
+DRIVER = "/dev/nvidiactl"  # is there where NVIDIA's driver is
 MARK = "tf_stitch__"  # in the trace name of functions made by tf_stitch.function
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
                              ctypes.c_size_t, ctypes.c_void_p)
@@ -131,6 +133,7 @@ def _shorten(on: bool) -> None:
 def _arm() -> None:
     """Puts the optimizer into the config that functions are called with."""
     _install()
+    _look_ahead()
     ctx, config = _config()
     options = config.graph_options.rewrite_options
     if all(o.name != OPTIMIZER for o in options.custom_optimizers):
@@ -139,6 +142,18 @@ def _arm() -> None:
             options.meta_optimizer_timeout_ms = -1  # compiling counts as optimizing
     _generation(options)
     _use(ctx, config)
+
+
+@functools.cache
+def _look_ahead() -> None:
+    """Where there is a GPU, begins what a first rewrite needs: functions are made a while before they are called."""
+    def prepare() -> None:
+        from . import compiler
+
+        compiler.prepare()
+
+    if os.path.exists(DRIVER) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
+        threading.Thread(target=prepare, daemon=True, name="tf_stitch_look_ahead").start()
 
 
 def generation() -> str:

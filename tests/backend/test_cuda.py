@@ -9,7 +9,7 @@ import pytest
 
 from tests.ir_graphs import random_case
 from tf_stitch import compiler
-from tf_stitch.backend import cache, cuda, nvrtc
+from tf_stitch.backend import cache, cuda, images, nvrtc
 from tf_stitch.errors import CompileError, DeviceError
 from tf_stitch.ir.builder import Builder
 from tf_stitch.options import Options
@@ -33,7 +33,7 @@ def test_compile_graph_gives_cubin_and_ptx(monkeypatch, tmp_path):
     monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
     program = compiler.compile_graph(softmax_graph(), Options(target="cuda:sm_90"))
     assert set(program.code) == {"sm_90", "compute_90"}
-    assert program.code["sm_90"][:4] == b"\x7fELF"
+    assert all(image.code[:4] == b"\x7fELF" for image in images.unpack(program.code["sm_90"]))
     ptx = program.code["compute_90"].decode()
     assert ".target sm_90" in ptx and program.steps[0].kernel in ptx
     assert len(list(tmp_path.rglob("*.cubin"))) == len(list(tmp_path.rglob("*.ptx"))) == 1
@@ -44,7 +44,7 @@ def test_code_comes_from_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
     text = compiler.build_program(softmax_graph(), CUDA).text
     made = cuda.compile_text(text, ("sm_90",))
-    monkeypatch.setattr(cuda.Nvcc, "assemble", lambda *args: pytest.fail("compiled again"))
+    monkeypatch.setattr(type(cuda.find_compiler()), "make", lambda *args: pytest.fail("compiled again"))
     assert cuda.compile_text(text, ("sm_90",)) == made
 
 
@@ -77,19 +77,19 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 
 @needs_nvcc
-def test_which_front_end_compiles(monkeypatch):
+def test_which_compiler_is_used(monkeypatch):
     """NVRTC where it is of nvcc's release; it alone where there is no nvcc."""
-    compiler_of = cuda.find_compiler()
     found = nvrtc.find()
     if found is None:
         pytest.skip("needs NVRTC")
-    same = found.release == compiler_of.release
-    assert compiler_of.front_end("90").name.startswith(found.version) == same
-    assert nvrtc.beside(compiler_of.path, (1, 0)) is None
     monkeypatch.setenv(nvrtc.SWITCH, "0")
-    assert cuda.find_compiler().front_end("90").name.startswith(compiler_of.path)
+    nvcc = cuda.find_compiler()
+    assert isinstance(nvcc, cuda.Nvcc)
+    monkeypatch.delenv(nvrtc.SWITCH)
+    assert isinstance(cuda.find_compiler(), cuda.Library) == (nvrtc.beside(nvcc.path, nvcc.release) is not None)
+    assert nvrtc.beside(nvcc.path, found.release) is not None and nvrtc.beside(nvcc.path, (1, 0)) is None
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert cuda.find_compiler().front_end("90").name.startswith(found.version)
+    assert isinstance(cuda.find_compiler(), cuda.Library)
 
 
 def test_nvrtc_alone(monkeypatch, tmp_path):
@@ -99,7 +99,8 @@ def test_nvrtc_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     text = compiler.build_program(softmax_graph(), CUDA).text
     made = cuda.compile_text(text)
-    assert made["sm_90"][:4] == b"\x7fELF" and b".target sm_90" in made["compute_90"]
+    assert all(image.code[:4] == b"\x7fELF" for image in images.unpack(made["sm_90"]))
+    assert b".target sm_90" in made["compute_90"]
     with pytest.raises(CompileError, match=r"NVRTC failed to compile a kernel: .*error"):
         cuda.compile_text("this is no kernel\n", ("sm_90",))
 
@@ -143,3 +144,16 @@ def test_code_for_superkernels(monkeypatch, tmp_path):
         assert kernels and all((f"{k}_many(" in ptx) == wanted for k in kernels)
         products = [s for s in program.steps if isinstance(s, LibraryStep)]
         assert products and all((len(s.buffers) == 4) != wanted for s in products)
+
+
+def test_images_are_read_as_they_were_written():
+    made = [images.Image(("a", "a_many"), b"one"), images.Image((), b""), images.Image(("b",), bytes(300))]
+    whole = images.pack(made)
+    assert images.unpack(whole) == made
+    assert images.pack(made[:1]) == b"one" and images.unpack(b"one") == [images.Image((), b"one")]
+    ends = {len(images.pack(made[:k])) for k in (2, 3)} | {len(images.MAGIC)}
+    first = len(images.MAGIC) + 12 + len("a a_many") + len("one")
+    for end in range(len(images.MAGIC), len(whole)):
+        if end not in ends | {first}:
+            with pytest.raises(CompileError, match="in the middle of an image"):
+                images.unpack(whole[:end])

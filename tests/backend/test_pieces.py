@@ -8,7 +8,7 @@ import pytest
 
 from tests.ir_graphs import random_case
 from tf_stitch import compiler
-from tf_stitch.backend import cuda, front_end, nvrtc, pieces
+from tf_stitch.backend import cuda, front_end, images, nvrtc, pieces
 from tf_stitch.codegen.kernel import WITH_MANY
 from tf_stitch.codegen.unit import SEPARATOR
 from tf_stitch.schedule.target import CUDA
@@ -21,9 +21,13 @@ def compiler_of(request, monkeypatch, tmp_path):
     """Which front end compiles; nothing comes from a cache."""
     monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
     monkeypatch.setenv(nvrtc.SWITCH, "0" if request.param == "nvcc" else "1")
-    if request.param == "NVRTC" and cuda.find_compiler().library is None:
+    if request.param == "NVRTC" and not isinstance(cuda.find_compiler(), cuda.Library):
         pytest.skip("needs NVRTC of nvcc's release")
     return request.param
+
+
+def is_code(data: bytes) -> bool:
+    return all(image.code[:4] == b"\x7fELF" for image in images.unpack(data))
 
 
 def kernel(name: int, length: int, also: str = "") -> str:
@@ -139,8 +143,11 @@ def test_pieces_and_the_whole_define_the_same(monkeypatch, tmp_path, compiler_of
         monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / str(cores)))
         monkeypatch.setattr(front_end, "usable_cores", lambda cores=cores: cores)
         made = cuda.compile_text(text, ("sm_90", "compute_90"))
-        assert made["sm_90"][:4] == b"\x7fELF"
+        assert is_code(made["sm_90"])
         ptx[cores] = made["compute_90"].decode()
+        if compiler_of == "NVRTC":  # each kernel is in an image, by its name
+            found = [name for image in images.unpack(made["sm_90"]) for name in image.names]
+            assert sorted(found) == sorted({k.name for k in kernels})
     assert len(pieces.split(text, 4)) > 1
     entries = {cores: sorted(re.findall(r"\.entry (\w+)", p)) for cores, p in ptx.items()}
     assert entries[1] == entries[4] == sorted({k.name for k in kernels})
@@ -167,9 +174,25 @@ def test_what_was_begun_is_compiled_once(monkeypatch, compiler_of) -> None:
     made = cuda.compile_text(SEPARATOR.join([texts[0], *texts[2:]]))
     entries = re.findall(r"\.entry ts_0*(\d)", made["compute_90"].decode())
     assert sorted(compiled) == ["1", "2", "3", "4", "5"] and {"1", "3", "4", "5"} <= set(entries)
-    assert len(entries) == len(set(entries)) and made["sm_90"][:4] == b"\x7fELF"
+    assert len(entries) == len(set(entries)) and is_code(made["sm_90"])
     again = cuda.compile_text(SEPARATOR.join(texts[:2]), ("compute_90",))["compute_90"].decode()  # no piece is left
     assert sorted(re.findall(r"\.entry ts_0*(\d)", again)) == ["1", "2"] and not front_end._begun
+
+
+@needs_nvcc
+def test_kernels_that_another_plan_names_are_compiled_with_it(compiler_of, monkeypatch) -> None:
+    """Plans share kernel 1, and in each another one calls its body: no module has a kernel twice, or lacks one."""
+    monkeypatch.setattr(front_end, "usable_cores", lambda: 2)
+    one, two, three, four = (kernel(i, 3000) for i in (1, 2, 3, 4))
+    both = [kernel(8, 3000, "/* ts_0000000000000001 ts_0000000000000002 */"),
+            kernel(9, 3000, "/* ts_0000000000000001 ts_0000000000000003 */")]
+    cuda.begin_text(SEPARATOR.join([one, two, four, both[0]]))
+    cuda.begin_text(SEPARATOR.join([one, three, both[1]]))
+    made = cuda.compile_text(SEPARATOR.join([one, two, four, *both, three]))
+    entries = re.findall(r"\.entry ts_0*(\d)", made["compute_90"].decode())
+    assert sorted(entries) == ["1", "2", "3", "4", "8", "9"]
+    names = [name for image in images.unpack(made["sm_90"]) for name in image.names]
+    assert compiler_of == "nvcc" or sorted(name[-1] for name in names) == sorted(entries)
 
 
 @needs_nvcc
@@ -194,7 +217,7 @@ def test_both_front_ends_give_the_same_kernels(monkeypatch, tmp_path) -> None:
     for switch in ("0", "1"):
         monkeypatch.setenv(nvrtc.SWITCH, switch)
         monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / switch))
-        if switch == "1" and cuda.find_compiler().library is None:
+        if switch == "1" and not isinstance(cuda.find_compiler(), cuda.Library):
             pytest.skip("needs NVRTC of nvcc's release")
         ptx = cuda.compile_text(compiler.join_texts(kernels), ("compute_90",))["compute_90"].decode()
         what = re.compile(r"^\s+(fma|mul\.rn|div\.rn|sqrt|[sl][td]\.(?:global|shared))", re.M)

@@ -12,7 +12,7 @@ import pytest
 from tests.gpu.random_programs import Drawn
 from tests.op import programs
 from tf_stitch import grids
-from tf_stitch.backend import host
+from tf_stitch.backend import host, images
 from tf_stitch.ir import dims as D
 from tf_stitch.ir.graph import SymbolSource
 from tf_stitch.program import serialize
@@ -67,22 +67,49 @@ def in_packs(seed):
     return programs.program([*inputs, *temps, *outputs], steps, {"n": SymbolSource("dim", 0, 0)}, grids=packs)
 
 
+def coded(program, code):
+    return serialize.dumps(dataclasses.replace(program, code={"sm_90": code}, text=""))
+
+
+def in_images(program):
+    """Code in which each kernel is an image."""
+    steps = [s for s in program.steps if isinstance(s, KernelStep)]
+    kernels = sorted({k.kernel for k in (*steps, *program.grids)})
+    return images.pack([images.Image((k, f"{k}_many"), b"fake") for k in kernels])
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
     made = [*(in_phases(Drawn(seed).plain) for seed in range(6)), in_ranges(0), in_ranges(1), in_packs(0), in_packs(1)]
     for k, program in enumerate(made):
-        (folder / f"{k}").write_bytes(serialize.dumps(dataclasses.replace(program, code={"sm_90": b"fake"}, text="")))
+        (folder / f"{k}").write_bytes(coded(program, in_images(program) if k % 2 else b"fake"))
     return sorted(folder.iterdir())
+
+
+def built(folder, *flags):
+    binary = folder / "replay"
+    subprocess.run([*host.find_compiler(), "-std=c++17", "-O1", "-g", *flags, *(str(ROOT / s) for s in SOURCES), "-o",
+                    str(binary), "-pthread", "-ldl"], check=True)
+    return binary
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_replay_equals_launches(files, sanitizer, tmp_path):
-    binary = tmp_path / "replay"
-    subprocess.run([*host.find_compiler(), "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}",
-                    "-fno-sanitize-recover=all", *(str(ROOT / s) for s in SOURCES), "-o", str(binary), "-pthread",
-                    "-ldl"], check=True)
+    binary = built(tmp_path, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     done = subprocess.run([binary, "1", *map(str, files)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     launched, made, updated, saved = map(int, re.findall(r"\d+", done.stdout))
     assert launched > 500 and made > 50 and updated > 50 and saved > 100
+
+
+def test_code_that_is_not_whole_is_an_error(tmp_path):
+    """Wherever it ends: in an image, or with one that lacks a kernel."""
+    binary = built(tmp_path, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    program = in_ranges(0)
+    whole = in_images(program)
+    ends = [len(images.MAGIC), *range(len(images.MAGIC) + 1, len(whole), 7)]
+    for end in ends:
+        (tmp_path / "program").write_bytes(coded(program, whole[:end]))
+        done = subprocess.run([binary, "1", str(tmp_path / "program")], capture_output=True, text=True, check=False)
+        assert done.returncode and re.search("in the middle of an image|looking for kernel", done.stderr), end

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tf_stitch
-from tf_stitch import hook, runtime
+from tf_stitch import compiler, hook, runtime
 from tf_stitch.errors import OptionError
 from tf_stitch.graph import rewriter
 
@@ -355,3 +355,22 @@ def test_keras_fit_and_predict(layers, optimizer):
     assert ran() > before
     np.testing.assert_allclose(got, want, rtol=1e-4)
     np.testing.assert_allclose(stitched, predicted, rtol=1e-3, atol=1e-4)
+
+
+def test_where_there_is_a_gpu_the_compiler_is_found_ahead(monkeypatch, tmp_path):
+    """When a function is made, not when it is first called; nothing is begun where there is no driver, or no GPU."""
+    begun = []
+    monkeypatch.setattr(compiler, "prepare", lambda: begun.append(threading.current_thread().name))
+    (tmp_path / "driver").touch()
+    for driver, devices in (("none", None), ("driver", "-1"), ("driver", None)):
+        monkeypatch.setattr(hook, "DRIVER", str(tmp_path / driver))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if devices:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        hook._look_ahead.cache_clear()
+        tf_stitch.function(lambda x: x + 1)
+        for thread in threading.enumerate():
+            if thread.name == "tf_stitch_look_ahead":
+                thread.join()
+        assert len(begun) == (driver == "driver" and devices is None)
+    assert begun == ["tf_stitch_look_ahead"]

@@ -28,13 +28,12 @@ from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..program.program import AliasStep, Buffer, Grid, KernelStep, LibraryStep, Program
 from ..program.table import make_table
-from . import nvrtc, pieces
+from . import images, nvrtc, pieces
 from .cache import Cache, first_error, key_of
-from .front_end import FrontEnd
+from .front_end import FrontEnd, Piece
 from .host import bind, call_library, usable_cores
 
-PTX = Cache("cuda", ".ptx")
-CUBIN = Cache("cuda", ".cubin")
+CACHES = {"compute": Cache("cuda", ".ptx"), "sm": Cache("cuda", ".cubin")}  # by kind of code
 DEFAULT_TARGETS = ("sm_90", "compute_90")
 
 # No contraction into FMAs, as on the host (codegen.unit): each op rounds as TensorFlow's does.  Division and roots
@@ -42,6 +41,7 @@ DEFAULT_TARGETS = ("sm_90", "compute_90")
 FLAGS = ("-std=c++17", "-fmad=false")
 NOTHING_KEPT = (1 << 64) - 1  # ts_grid.kept: -1
 NVCC_FLAGS = ("-w",)
+CACHES_SINCE = (12, 9)  # the release of NVRTC that has a cache of its own unless it is told not to
 SPLITS_SINCE = (12, 0)  # the release of the assembler that can work on several cores
 _RELEASE = re.compile(r"\bcuda_(\d+)\.(\d+)")
 _TARGET = re.compile(r"(sm|compute)_(\d{2,3})")
@@ -50,26 +50,31 @@ _TARGET = re.compile(r"(sm|compute)_(\d{2,3})")
 # --- compiling -------------------------------------------------------------------------------------
 
 def compile_text(text: str, targets: Sequence[str] = DEFAULT_TARGETS) -> dict[str, bytes]:
-    """Compiles kernels for each target: "sm_NN" gives a cubin, "compute_NN" PTX that newer chips can run.
+    """Compiles kernels for each target: "sm_NN" gives machine code (see :mod:`.images`), "compute_NN" PTX that newer
+    chips can run.
 
     ``text`` is the kernels' text without headers.  Code comes from the cache where it holds it.  Raises CompileError
     with the compiler's first error line.
     """
     compiler = find_compiler()
-    out: dict[str, bytes] = {}
+    kinds: dict[str, list[str]] = {}
     for target in dict.fromkeys(targets):
         kind, number = _parse(target)
-        out[target] = compiler.ptx(text, number) if kind == "compute" else compiler.cubin(text, number)
-    return out
+        kinds.setdefault(number, []).append(kind)
+    return {f"{kind}_{number}": code for number, wanted in kinds.items()
+            for kind, code in compiler.build(text, wanted, number).items()}
 
 
+@functools.cache
 def prepare() -> None:
     """Begins to look for compilers and to load them, while something else is done."""
     def look() -> None:
         with contextlib.suppress(CompileError):  # comes up again where something is to be compiled
-            find_compiler()
+            found = find_compiler()
+            if isinstance(found, Library):
+                found.library.warm_up()
 
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=look, daemon=True, name="tf_stitch_prepare").start()
 
 
 def begin_text(text: str, targets: Sequence[str] = DEFAULT_TARGETS) -> None:
@@ -103,57 +108,65 @@ def _parse(target: str) -> tuple[str, str]:
 
 
 class Compiler:
-    """Kernel text to PTX by a front end, PTX to a cubin by an assembler: the front end runs once."""
+    """Kernel text to PTX ("compute") and machine code ("sm") for a chip."""
 
     def __init__(self, path: str, version: str):
         self.path, self.version = path, version
-
-    def front_end(self, number: str) -> FrontEnd:
-        """What makes PTX for a chip."""
-        raise NotImplementedError
 
     def chips(self) -> list[str]:
         """The chips that it builds code for, as "sm_90"."""
         raise NotImplementedError
 
-    def ptx(self, text: str, number: str) -> bytes:
-        front = self.front_end(number)
-        return _cached(PTX, key_of([front.name, translation_unit(text, "cuda")]), lambda: front.ptx(text))
+    def front_end(self, number: str) -> FrontEnd:
+        """What compiles for a chip."""
+        raise NotImplementedError
 
-    def cubin(self, text: str, number: str) -> bytes:
-        """Machine code of a text for a chip."""
-        key = key_of([self.version, number, self.front_end(number).name, translation_unit(text, "cuda")])
-        return _cached(CUBIN, key, lambda: self.assemble(text, number))
+    def build(self, text: str, kinds: Sequence[str], number: str) -> dict[str, bytes]:
+        """Code by kind, from the cache where it holds it.  Raises CompileError."""
+        source, name = translation_unit(text, "cuda"), self.front_end(number).name
+        keys = {k: key_of([self.version, name, k, source]) for k in CACHES}
+        found = {k: code for k in kinds if (code := CACHES[k].get(keys[k])) is not None}
+        if len(found) < len(kinds):
+            made = self.make(text, kinds, number)
+            for kind, code in made.items():
+                CACHES[kind].put(keys[kind], code)
+            found.update(made)
+        return {k: found[k] for k in kinds}
 
-    def assemble(self, text: str, number: str) -> bytes:
-        """As cubin, without the cache."""
+    def make(self, text: str, kinds: Sequence[str], number: str) -> dict[str, bytes]:
+        """Code of these kinds, and of others where they come with them.  Raises CompileError."""
         raise NotImplementedError
 
 
 class Nvcc(Compiler):
-    """nvcc of the CUDA toolkit: its assembler, and its front end where there is no NVRTC of the same release."""
+    """nvcc of the CUDA toolkit, for lack of an NVRTC: its front end makes PTX, of which its assembler makes a cubin."""
 
     def __init__(self, path: str):
         super().__init__(path, _nvcc_version(path, os.stat(path).st_mtime_ns))
-        release = _RELEASE.search(self.version)
-        self.release = (int(release[1]), int(release[2])) if release else (0, 0)
-        self.library = nvrtc.beside(path, self.release)
 
     def chips(self) -> list[str]:
         return _said(self.path, "--list-gpu-code").split()
 
-    def front_end(self, number: str) -> FrontEnd:
-        if self.library:
-            return _library_front_end(self.library, number)
-        flags = [f"-arch=compute_{number}", "-ptx", *FLAGS, *NVCC_FLAGS]
-        return FrontEnd(" ".join([self.path, self.version, *flags]), pieces.PIECE,
-                        lambda source: self._run(source.encode(), ".cu", flags))
+    @property
+    def release(self) -> tuple[int, int]:
+        """As (13, 0)."""
+        found = _RELEASE.search(self.version)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
 
-    def assemble(self, text: str, number: str) -> bytes:
-        flags = [f"-arch=sm_{number}", "-cubin"]
-        if self.release >= SPLITS_SINCE:
-            flags += ["-Xptxas", "--split-compile=0"]  # as many threads as there are cores
-        return self._run(self.ptx(text, number), ".ptx", flags)
+    def front_end(self, number: str) -> FrontEnd:
+        flags = [f"-arch=compute_{number}", "-ptx", *FLAGS, *NVCC_FLAGS]
+        return FrontEnd(" ".join([self.path, *flags]), pieces.PIECE,
+                        lambda source: Piece(self._run(source.encode(), ".cu", flags)))
+
+    def make(self, text: str, kinds: Sequence[str], number: str) -> dict[str, bytes]:
+        front = self.front_end(number)
+        made = {"compute": front.join(text, front.compile(text))}
+        if "sm" in kinds:
+            flags = [f"-arch=sm_{number}", "-cubin"]
+            if self.release >= SPLITS_SINCE:
+                flags += ["-Xptxas", "--split-compile=0"]  # as many threads as there are cores
+            made["sm"] = self._run(made["compute"], ".ptx", flags)
+        return made
 
     def _run(self, source: bytes, suffix: str, flags: Sequence[str]) -> bytes:
         try:
@@ -179,7 +192,7 @@ def _process_slots() -> threading.BoundedSemaphore:
 
 
 class Library(Compiler):
-    """NVRTC alone: it assembles, too, but only what it has compiled itself."""
+    """NVRTC: compiles and assembles each kernel by itself, so that all are ready soon after the last one is known."""
 
     def __init__(self, library: nvrtc.Nvrtc):
         super().__init__(library.path, library.version)
@@ -189,32 +202,23 @@ class Library(Compiler):
         return self.library.chips()
 
     def front_end(self, number: str) -> FrontEnd:
-        return _library_front_end(self.library, number)
+        own = ["-no-cache"] if self.library.release >= CACHES_SINCE else []
+        flags = [f"--gpu-architecture=sm_{number}", *FLAGS, "-w", *own]
+        return FrontEnd(" ".join([self.version, *flags]), 0, lambda source: self._run(source, flags))
 
-    def assemble(self, text: str, number: str) -> bytes:
-        return self.library.compile(translation_unit(text, "cuda"), _library_flags(f"sm_{number}"), "CUBIN")
+    def _run(self, source: str, flags: Sequence[str]) -> Piece:
+        ptx, code = self.library.compile(source, flags)
+        return Piece(pieces.without_unused(ptx).encode(), code)
 
-
-def _library_flags(arch: str) -> list[str]:
-    return [f"--gpu-architecture={arch}", *FLAGS, "-w"]
-
-
-def _library_front_end(library: nvrtc.Nvrtc, number: str) -> FrontEnd:
-    flags = _library_flags(f"compute_{number}")
-    return FrontEnd(" ".join([library.version, *flags]), 0, lambda source: pieces.without_unused(
-        library.compile(source, flags, "PTX").rstrip(b"\0").decode()).encode())
-
-
-def _cached(cache: Cache, key: str, make: Any) -> bytes:
-    code = cache.get(key)
-    if code is None:
-        code = make()
-        cache.put(key, code)
-    return code
+    def make(self, text: str, kinds: Sequence[str], number: str) -> dict[str, bytes]:
+        front = self.front_end(number)
+        made = front.compile(text)
+        code = images.pack([images.Image(pieces.entries(piece.ptx.decode()), piece.code) for piece in made])
+        return {"compute": front.join(text, made), "sm": code}
 
 
 def find_compiler() -> Compiler:
-    """nvcc, or NVRTC where there is none.  Raises CompileError when there is neither."""
+    """NVRTC of nvcc's release, else nvcc, else any NVRTC.  Raises CompileError when there is neither."""
     with _find_lock:  # who comes while another looks gets what that finds
         return _find_compiler()
 
@@ -223,7 +227,9 @@ def _find_compiler() -> Compiler:
     wanted = os.environ.get("TF_STITCH_NVCC", "").strip()
     path = shutil.which(wanted or "nvcc") or (None if wanted else shutil.which("/usr/local/cuda/bin/nvcc"))
     if path:
-        return Nvcc(path)
+        nvcc = Nvcc(path)
+        library = nvrtc.beside(path, nvcc.release)
+        return Library(library) if library else nvcc
     if wanted:
         raise CompileError(f"The CUDA compiler '{wanted}' that TF_STITCH_NVCC names is not there; install it or unset "
                            "TF_STITCH_NVCC.")
@@ -415,9 +421,20 @@ class Loaded:
         self.memory = []
 
 
+class _Modules:
+    """The images of machine code, loaded."""
+
+    def __init__(self, code: bytes):
+        self.modules = [(image.names, driver().module_from_buffer(image.code)) for image in images.unpack(code)]
+
+    def get_function(self, kernel: str) -> Any:
+        """A kernel of one of them."""
+        return next(module for names, module in self.modules if not names or kernel in names).get_function(kernel)
+
+
 @functools.lru_cache(maxsize=32)
-def _module(code: bytes) -> Any:
-    return driver().module_from_buffer(code)
+def _module(code: bytes) -> _Modules:
+    return _Modules(code)
 
 
 @contextlib.contextmanager

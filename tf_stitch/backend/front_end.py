@@ -7,11 +7,12 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ..codegen.unit import translation_unit
+from ..codegen.unit import SEPARATOR, translation_unit
 from . import pieces
 from .host import usable_cores
 
@@ -20,73 +21,95 @@ log = logging.getLogger("tf_stitch")
 MOST_BEGUN = 1000  # kernels that are compiled before it is known what module they will be part of
 
 
+class Piece(NamedTuple):
+    """What became of some of a text's kernels: their PTX, and their machine code where the compiler makes both."""
+
+    ptx: bytes
+    code: bytes = b""
+
+
 @dataclass(frozen=True)
 class FrontEnd:
     """One way to PTX.
 
     Attributes:
-      name: the compiler, its version and flags: all that PTX depends on besides the text.
+      name: the compilers, their versions and flags: all that pieces depend on besides the text.
       piece: characters of kernel text that are worth a run of the compiler (0: each kernel is).
-      run: PTX of a translation unit.  Raises CompileError.
+      run: what becomes of a translation unit.  Raises CompileError.
     """
 
     name: str
     piece: int
-    run: Callable[[str], bytes]
+    run: Callable[[str], Piece]
 
-    def ptx(self, text: str) -> bytes:
-        """PTX of kernels; pieces that were begun are taken as they are.  Raises CompileError."""
-        begun = self._begun(text)
-        made = {**begun, **self._submit(self._late(text, begun, usable_cores()))}
+    def compile(self, text: str) -> list[Piece]:
+        """The pieces of a text, those that were begun as they are; in the kernels' order.  Raises CompileError."""
+        directives, found = pieces.parts(text)[0], pieces.groups(text)
+        begun = self._begun(directives, found)
+        late = self._submit(directives, [g for g in found if g not in begun], usable_cores())
         _forget(begun.values())
-        found = [f.result() for f in dict.fromkeys(made[kernel] for kernel in pieces.parts(text)[1])]
-        if len(found) == 1:
-            return found[0]
+        runs = dict.fromkeys(begun.get(g) or late[g] for g in found)
+        return [run.made.result() for run in runs]
+
+    def join(self, text: str, made: Sequence[Piece]) -> bytes:
+        """PTX of a text, of its pieces'."""
+        if len(made) == 1:
+            return made[0].ptx
         try:
-            return pieces.join_ptx([ptx.decode() for ptx in found]).encode()
+            return pieces.join_ptx([piece.ptx.decode() for piece in made]).encode()
         except pieces.JoinError as error:
             log.warning("%s  The kernels are compiled once more, in one piece.", error)
-            return self.run(translation_unit(text, "cuda"))
+            return self.run(translation_unit(text, "cuda")).ptx
 
     def begin(self, text: str) -> None:
         """Begins to compile kernels that a text will have; errors come up there."""
+        directives = pieces.parts(text)[0]
         with _begun_lock:
-            late = self._late(text, self._begun(text), -(-usable_cores() // 2))  # others are compiled beside
-            directives = pieces.parts(text)[0]
-            _begun.update({(self.name, directives, k): made for k, made in self._submit(late).items()})
+            late = [g for g in pieces.groups(text) if (self.name, directives, g) not in _begun]
+            runs = self._submit(directives, late, -(-usable_cores() // 2))  # others are compiled beside
+            _begun.update({(self.name, directives, g): run for g, run in runs.items()})
             while len(_begun) > MOST_BEGUN:  # of plans that came to nothing
                 _forget([next(iter(_begun.values()))])
 
-    def _begun(self, text: str) -> dict[str, Future[bytes]]:
-        """The kernels of a text that are compiled already or being compiled, each with the PTX of its piece."""
-        directives, kernels = pieces.parts(text)
+    def _begun(self, directives: str, found: Sequence[str]) -> dict[str, _Run]:
+        """The groups of a text that are compiled already or being compiled.
+
+        What else a run compiles comes with it: where that has kernels of other groups, these would be there twice.
+        """
+        here = {kernel for g in found for kernel in pieces.parts(g)[1]}
         with _begun_lock:
-            return {k: _begun[key] for k in kernels if (key := (self.name, directives, k)) in _begun}
+            runs = {g: _begun[key] for g in found if (key := (self.name, directives, g)) in _begun}
+        return {g: run for g, run in runs.items()
+                if all(other in runs or here.isdisjoint(pieces.parts(other)[1]) for other in run.groups)}
 
-    def _late(self, text: str, begun: Collection[str], most: int) -> list[str]:
-        """Pieces of a text without the kernels that were begun; at most ``most`` where a run costs something."""
-        if all(kernel in begun for kernel in pieces.parts(text)[1]):
-            return []
-        rest = pieces.without(text, begun)
-        return pieces.split(rest, most, self.piece) if self.piece else pieces.split(rest, len(rest), 1)
-
-    def _submit(self, parts: Collection[str]) -> dict[str, Future[bytes]]:
-        """By kernel, the PTX to come of its piece."""
-        out: dict[str, Future[bytes]] = {}
-        for part in parts:
-            made = _threads().submit(self.run, translation_unit(part, "cuda"))
-            out.update(dict.fromkeys(pieces.parts(part)[1], made))
+    def _submit(self, directives: str, found: Sequence[str], most: int) -> dict[str, _Run]:
+        """Begins to compile groups, at most ``most`` pieces at a time where a run of the compiler costs something."""
+        if not found:
+            return {}
+        shared = pieces.share_out(found, most, self.piece) if self.piece else pieces.share_out(found, len(found), 1)
+        out: dict[str, _Run] = {}
+        for some in shared:
+            source = translation_unit(directives + SEPARATOR.join(some), "cuda")
+            out.update(dict.fromkeys(some, _Run(tuple(some), _threads().submit(self.run, source))))
         return out
 
 
-_begun: dict[tuple[str, str, str], Future[bytes]] = {}  # by front end, directives and kernel: the PTX of its piece
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A run of the compiler: the groups of kernels that it compiles, and what is to come of it."""
+
+    groups: tuple[str, ...]
+    made: Future[Piece]
+
+
+_begun: dict[tuple[str, str, str], _Run] = {}  # by front end, directives and group of kernels
 _begun_lock = threading.RLock()
 
 
-def _forget(made: Collection[Future[bytes]]) -> None:
-    """Takes pieces out of what was begun, all kernels of a piece at once: none may come into a module twice."""
+def _forget(runs: Collection[_Run]) -> None:
+    """Takes runs out of what was begun, all groups of a run at once: none may come into a module twice."""
     with _begun_lock:
-        for key in [k for k, f in _begun.items() if f in made]:
+        for key in [k for k, run in _begun.items() if run in runs]:
             del _begun[key]
 
 

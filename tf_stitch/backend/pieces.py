@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from ..codegen.unit import SEPARATOR
 from ..errors import CompileError
@@ -21,6 +21,7 @@ _FUNCTION = re.compile(r"[^=;{]*?\.(?:func|entry)\s*(?:\([^)]*\)\s*)?([\w$]+)")
 _VARIABLE = re.compile(r"[^=;({]*?([\w$]+)\s*(?:\[\w*\]\s*)*(?:=|;)")
 
 _CONSTANT = re.compile(r"^\.global [^;={(]*?([\w$]+)(?: = [\w.]+)?;\n", re.M)  # of one element
+_ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.M)
 _WORD = re.compile(r"[\w$]+")
 
 
@@ -31,32 +32,36 @@ class JoinError(CompileError):
 def split(text: str, most: int, piece: int = PIECE) -> list[str]:
     """The kernels of a text in at most ``most`` texts of about the same length, which can be compiled apart.
 
-    A text has ``piece`` characters or more, where there are so many.
-    Kernels that name one another (one calls another's body, for example) stay together, in their order.  Directives
-    of the preprocessor that the text begins with are in every piece.
+    A text has ``piece`` characters or more, where there are so many.  Directives of the preprocessor that the text
+    begins with are in every piece.
     """
-    directives, kernels = parts(text)
-    groups = _together(kernels)
-    count = max(1, min(most, len(groups), sum(map(len, kernels)) // piece))
+    directives, _ = parts(text)
+    return [directives + SEPARATOR.join(some) for some in share_out(groups(text), most, piece)]
+
+
+def share_out(found: Sequence[str], most: int, piece: int = PIECE) -> list[list[str]]:
+    """Groups of kernels, in at most ``most`` lists of about the same length."""
+    count = max(1, min(most, len(found), sum(map(len, found)) // piece))
     bins: list[list[int]] = [[] for _ in range(count)]
     sizes = [0] * count
-    for group in sorted(groups, key=lambda g: -sum(len(kernels[i]) for i in g)):
+    for i in sorted(range(len(found)), key=lambda i: -len(found[i])):
         least = sizes.index(min(sizes))
-        bins[least].extend(group)
-        sizes[least] += sum(len(kernels[i]) for i in group)
-    return [directives + SEPARATOR.join(kernels[i] for i in sorted(b)) for b in bins]
+        bins[least].append(i)
+        sizes[least] += len(found[i])
+    return [[found[i] for i in sorted(b)] for b in bins]
+
+
+def groups(text: str) -> list[str]:
+    """A text's kernels, without directives; those that name one another (one calls another's body, for example) are
+    one group, in their order."""
+    kernels = parts(text)[1]
+    return [SEPARATOR.join(kernels[i] for i in group) for group in _together(kernels)]
 
 
 def parts(text: str) -> tuple[str, list[str]]:
     """Directives of the preprocessor that a text begins with, and its kernels."""
     directives = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     return directives, text[len(directives):].split(SEPARATOR)
-
-
-def without(text: str, kernels: Collection[str]) -> str:
-    """A text without some of its kernels."""
-    directives, found = parts(text)
-    return directives + SEPARATOR.join(k for k in found if k not in kernels)
 
 
 def _together(kernels: Sequence[str]) -> list[list[int]]:
@@ -98,6 +103,11 @@ def join_ptx(pieces: Sequence[str]) -> str:
                 shared |= {_name(s)} if s.startswith(_SHARED) else set()
                 body.append(rename.sub(rf"\1__{i}", s) if rename else s)
     return "\n".join([*head, *body]) + "\n"
+
+
+def entries(ptx: str) -> tuple[str, ...]:
+    """The names of the kernels in PTX."""
+    return tuple(_ENTRY.findall(ptx))
 
 
 def without_unused(ptx: str) -> str:

@@ -258,8 +258,8 @@ class _Place:
             self.why_untouched = _IS_STITCHED
             return
         try:
-            compiler.prepare(self.options, any(None in (self.view.shape((n.name, 0)) or ())
-                                               for n in self.view if n.is_arg))
+            if self.options.on_gpu:
+                compiler.prepare(any(None in (self.view.shape((n.name, 0)) or ()) for n in self.view if n.is_arg))
             needs = feeds.needs(self.view, self.runs)
             self.infos = [replace(i, needs=needs.get(i.name, frozenset()))
                           for i in clusters.describe(self.view, self.options)]
