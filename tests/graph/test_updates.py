@@ -101,6 +101,60 @@ def test_reads_after_the_write_see_the_new_value(graphs):
     assert commits(graphs) and ops(graphs).count("ReadVariableOp") == 1
 
 
+def test_several_sums_are_one_write(graphs):
+    """Weight decay, then the step; what is read in between is the value then, rounded as TensorFlow rounds it."""
+    def make():
+        w, m, unread = variable(1, 2, 3), variable(0, 0, 0), variable(1e8, 1, -1e8)
+
+        def fn(x):
+            g = tf.tanh(w * x)
+            w.assign_sub(w * 0.1)
+            between = w.read_value() * 2.0
+            m.assign_add((g - m) * 0.1)
+            w.assign_sub(m * x)
+            unread.assign_add(tf.exp(x))
+            unread.assign_add(tf.exp(x) * 2)
+            unread.assign_sub(x * 1e8)
+            return between, w + 1.0, tf.reduce_sum(g)
+
+        return fn, [w, m, unread]
+
+    both(make, (X,), (X * 2,), (-X,))
+    assert [n.attr["N"].i for n in commits(graphs)] == [3]
+    assert not updates.ARITHMETIC.keys() & set(ops(graphs))
+
+
+def test_sums_with_effects_between_them_stay(graphs):
+    def make():
+        v = variable(1, 2, 3)
+
+        def fn(x):
+            v.assign_add(tf.exp(x) + 1)
+            with tf.control_dependencies([tf.py_function(lambda v: None, [v], [])]):
+                v.assign_add(tf.exp(x) + 2)
+            return v + 1
+
+        return fn, [v]
+
+    both(make, (X,), (-X,))
+    assert not commits(graphs)
+
+
+def test_what_was_written_is_what_is_added(graphs):
+    """As RMSprop adds its momentum, which it has just written."""
+    def make():
+        w, m = variable(1, 2, 3), variable(0, 1, 0)
+
+        def fn(x):
+            m.assign(m * 0.9 + tf.exp(x))
+            w.assign_sub(m)
+
+        return fn, [w, m]
+
+    both(make, (X,), (X * 2,))
+    assert [n.attr["N"].i for n in commits(graphs)] == [2]
+
+
 def test_assignments_are_handed_on(graphs):
     def make():
         total, count = tf.Variable(0.0), tf.Variable(0.0)
@@ -178,8 +232,8 @@ def test_a_read_that_something_else_may_have_written_before_stays(graphs):
     assert not commits(graphs)
 
 
-def twice(v, x):
-    v.assign_add(tf.exp(x) + 1)
+def assigned_and_summed(v, x):
+    v.assign(tf.exp(x) + 1)
     v.assign_add(tf.exp(x) + 2)
 
 
@@ -198,7 +252,7 @@ def gathered(v, x):
     v.assign_add(tf.exp(x) + tf.reduce_sum(y))
 
 
-@pytest.mark.parametrize("write", [twice, in_a_branch, in_a_loop, gathered])
+@pytest.mark.parametrize("write", [assigned_and_summed, in_a_branch, in_a_loop, gathered])
 def test_other_writes_stay(graphs, write):
     def make():
         v = variable(1, 2, 3)

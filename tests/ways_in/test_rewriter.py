@@ -108,6 +108,25 @@ def test_control_edges_move_to_the_stitched_node():
     assert all(i.startswith("^") for i in node.input[1:])
 
 
+def test_nodes_that_only_wait_do_not_split_a_cluster():
+    """What TensorFlow's constant folding leaves of the shapes of a gradient; one that is kept still waits."""
+    def graph():
+        x = placeholder()
+        a = tf.exp(x) + 1.0
+        with tf.control_dependencies([a]):
+            relay = tf.no_op("relay")
+            end = tf.no_op("end")
+        with tf.control_dependencies([relay]):
+            second = tf.no_op("second")
+        with tf.control_dependencies([second, end]):
+            tf.multiply(tf.tanh(a), 2.0, name="y")
+
+    out, report = check(build(graph), ["y:0"], {"x:0": normal(3, 8)}, clusters=1)
+    assert not any(n.op == "NoOp" for n in out.node) and report.coverage == 1.0
+    out, _ = check(build(graph), ["y:0"], {"x:0": normal(3, 8)}, clusters=2, keep=["end"])
+    assert by_name(out)["end"].input
+
+
 def test_side_effects_split_clusters_and_stay_in_order():
     def graph():
         v = v1.get_variable("v", initializer=2.0, use_resource=True)

@@ -11,6 +11,7 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from .variables import free_name
 from .view import ARG_OPS, RET_OPS, GraphView, Ref, may_have_effects
 
+MANY_WAITS = 64  # pairs of who waits and for what that a node without a value stands for
 ENDS = ARG_OPS | RET_OPS | {"NoOp", "Placeholder", "PlaceholderWithDefault"}
 Key = tuple[str, tuple[int, ...], bytes, str]
 
@@ -137,6 +138,21 @@ class Edit:
         for name in names:
             found.update(dict.fromkeys(self._waiting(self.waits[name]) if name in self.waits else [name]))
         return list(found)
+
+
+def without_relays(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, keep: Iterable[str]
+                   ) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
+    """A copy in which nobody waits for a NoOp that itself only waits: what waits for it waits for the same nodes.
+
+    TensorFlow's constant folding leaves such nodes in the middle of gradients, where they would keep apart what is one
+    program.  Those that ``keep`` names stay, and those that stand for very many pairs of nodes.
+    """
+    edit, kept = Edit(source, view), set(keep)
+    for n in view:
+        readers = view.control_consumers(n.name) if n.op == "NoOp" and n.name not in kept else ()
+        if readers and n.control_inputs and len(readers) * len(n.control_inputs) <= MANY_WAITS:
+            edit.waits[n.name] = tuple(n.control_inputs)
+    return edit.graph() if edit.waits else source
 
 
 def without_dead(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, keep: Iterable[str]

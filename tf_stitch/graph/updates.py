@@ -9,7 +9,8 @@ for that op: an optimizer's step would be cut at every variable.  Where a functi
 
 StitchedAssign (custom_ops/assign_op.cc) puts the value in the variable's place without a copy, and adds the difference
 where somebody else wrote to the variable since the read; so no update of another thread is lost.  All such writes of a
-graph become one op where nothing waits for some of them only.
+graph become one op where nothing waits for some of them only.  Several sums to a variable, one after another (weight
+decay and the step itself), are one write of what they come to.
 
 What has effects, reads a variable, or is told to wait for ``later`` still runs after the write.  The new values need
 memory of their own, so the smallest variables are taken, ``MOST_BYTES`` in all.
@@ -17,6 +18,7 @@ memory of their own, so the smallest variables are taken, ``MOST_BYTES`` in all.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +31,7 @@ from ..ir.dtypes import DTYPES
 from .control import CONTROL_FLOW
 from .shapes import variable_shape
 from .variables import free_name
-from .view import RET_OPS, GraphView, NodeView, may_have_effects
+from .view import RET_OPS, GraphView, NodeView, Ref, may_have_effects
 
 OP = "StitchedAssign"
 ARITHMETIC = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
@@ -41,14 +43,26 @@ MOST_BYTES = 512 << 20
 
 @dataclass
 class _Update:
-    """The one write to a variable, and the reads around it."""
+    """The writes to a variable, and the reads around them.
 
-    write: NodeView
+    ``writes`` are in order; only sums follow each other.  ``after`` has the reads behind each of them.
+    """
+
+    writes: list[NodeView]
     before: list[NodeView]
-    after: list[NodeView]
+    after: list[list[NodeView]]
     shape: tuple[int | None, ...] = (0,)  # of the memory that the new value needs
-    value: str = ""  # the input that names the new value
+    values: list[str] = field(default_factory=list)  # the inputs that name the values after each write
     read: str = ""   # the input that names the old one; none for an AssignVariableOp
+
+    @property
+    def write(self) -> NodeView:
+        """The last write, whose place all have."""
+        return self.writes[-1]
+
+    @property
+    def value(self) -> str:
+        return self.values[-1]
 
     @property
     def bytes(self) -> int:
@@ -70,10 +84,16 @@ def updates_as_values(source: graph_pb2.GraphDef, view: GraphView, run: Iterable
     writes = [n for n in view if n.op in WRITERS and stitchable(view[n.inputs[1][0]])]
     if not writes:
         return source
+    written = {w.inputs[0] for w in writes}  # what is read of these is computed, too
+    writes += [n for n in view if n.op in ARITHMETIC and (given := view[n.inputs[1][0]]).op == "ReadVariableOp"
+               and given.inputs[0] in written]
     order = _Order(view)
     needed = order.up_to(ends)
     certain = [w for w in writes if needed & order.bit[w.name]]
-    updates = _affordable([u for w in certain if (u := _update(view, order, w)) is not None])
+    together: dict[Ref, list[NodeView]] = {}
+    for w in certain:
+        together.setdefault(w.inputs[0], []).append(w)
+    updates = _affordable([u for ws in together.values() if (u := _update(view, order, ws)) is not None])
     return _Edit(source, view, order, updates).graph() if updates else source
 
 
@@ -111,28 +131,48 @@ class _Order:
             self.is_before(first, n) and self.is_before(n, then) for n in self.acting)
 
 
-def _update(view: GraphView, order: _Order, write: NodeView) -> _Update | None:
-    """The write with its reads; None where it has to stay."""
-    handle, given = write.inputs
+def _update(view: GraphView, order: _Order, writes: Sequence[NodeView]) -> _Update | None:
+    """The writes to a variable with its reads; None where they have to stay."""
+    handle, device = writes[0].inputs[0], writes[0].device
+    names = {w.name for w in writes}
     touching = [view[name] for name, _, port in view.consumers(handle[0]) if port == handle[1]]
-    touching = [n for n in touching if n.op != "VariableShape" and n is not write]
-    dtype = view.dtype(given)
-    if not view[handle[0]].is_arg or dtype not in TYPES or write.name in order.conditional \
-            or view[given[0]].device != write.device:
+    touching = [n for n in touching if n.op != "VariableShape" and n.name not in names]
+    dtype = view.dtype(writes[0].inputs[1])
+    if not view[handle[0]].is_arg or dtype not in TYPES:
         return None
-    if any(n.op not in READERS or n.device != write.device or n.attr("dtype") != dtype or n.name in order.conditional
+    if any(w.name in order.conditional or w.device != device or view[w.inputs[1][0]].device != device for w in writes):
+        return None
+    if any(n.op not in READERS or n.device != device or n.attr("dtype") != dtype or n.name in order.conditional
            for n in touching):
         return None
-    after = [n for n in touching if order.is_before(write.name, n.name)]
-    before = [n for n in touching if order.is_before(n.name, write.name)]
-    if len(before) + len(after) != len(touching) or any(order.acts_between(write.name, n.name) for n in after):
+    chain = sorted(writes, key=lambda w: order.before[w.name].bit_count())
+    before = [n for n in touching if order.is_before(n.name, chain[0].name)]
+    after = [[n for n in touching if order.is_before(w.name, n.name)
+              and (k + 1 == len(chain) or order.is_before(n.name, chain[k + 1].name))] for k, w in enumerate(chain)]
+    if len(before) + sum(map(len, after)) != len(touching) \
+            or any(order.acts_between(w.name, n.name) for w, reads in zip(chain, after, strict=True) for n in reads):
         return None  # a read at any time, or of what another name of the variable may have been used to write
-    if write.op in ARITHMETIC:
+    if not _follow_each_other(view, order, chain, after):
+        return None
+    if all(w.op in ARITHMETIC for w in chain):
         shape = variable_shape(view, handle, assume=False)
-        if shape is None or None in shape or view.proven_shape(given) != shape:
+        if shape is None or None in shape or any(view.proven_shape(w.inputs[1]) != shape for w in chain):
             return None
-        return _Update(write, before, after, shape)
-    return _Update(write, before, after)
+        return _Update(chain, before, after, shape)
+    return _Update(chain, before, after) if len(chain) == 1 else None
+
+
+def _follow_each_other(view: GraphView, order: _Order, chain: Sequence[NodeView],
+                       after: Sequence[Sequence[NodeView]]) -> bool:
+    """Nothing with effects is between the writes, nor waits for any but the last of them, unless it is an end."""
+    for k, (w, then) in enumerate(itertools.pairwise(chain)):
+        if not order.is_before(w.name, then.name) or order.acts_between(w.name, then.name):
+            return False
+        known = {then.name, *(n.name for n in after[k])}
+        for name in view.control_consumers(w.name):
+            if name not in known and any(name == a or order.is_before(name, a) for a in order.acting):
+                return False
+    return True
 
 
 def _affordable(updates: Sequence[_Update]) -> list[_Update]:
@@ -158,14 +198,16 @@ class _Edit:
     def __post_init__(self) -> None:
         self.taken = {n.name for n in self.source.node}
         self.by_name = {u.write.name: u for u in self.updates}
-        self.forwarded = {n.name: u for u in self.updates for n in u.after}  # reads after the write
+        self.earlier = {w.name: u for u in self.updates for w in u.writes[:-1]}
+        # reads after a write, and after which one of its variable's
+        self.forwarded = {n.name: (u, k) for u in self.updates for k, reads in enumerate(u.after) for n in reads}
 
     def graph(self) -> graph_pb2.GraphDef:
         for u in self.updates:
             self._value(u)
         waits = self._waits()
         commits = {g[0].write.name: g for g in self._groups(waits)}
-        instead = {u.write.name: name for name, group in commits.items() for u in group}
+        instead = {w.name: name for name, group in commits.items() for u in group for w in u.writes}
         out = graph_pb2.GraphDef()
         out.CopyFrom(self.source)
         del out.node[:]
@@ -173,36 +215,39 @@ class _Edit:
             name = node.name
             if name in commits:
                 node = self._commit(commits[name], waits)
-            elif name in self.by_name:
+            elif name in instead:
                 node = node_def_pb2.NodeDef(name=name, op="NoOp", device=node.device, input=[f"^{instead[name]}"])
             elif name in self.forwarded:
-                node = self._forward(node, self.forwarded[name])
-            out.node.append(self._waiting(node, () if name in self.by_name else waits.get(name, ()), instead))
+                node = self._forward(node, *self.forwarded[name])
+            out.node.append(self._waiting(node, () if name in instead else waits.get(name, ()), instead))
         return out
 
     # --- values -------------------------------------------------------------------------------------
 
     def _value(self, u: _Update) -> None:
         """Adds the nodes that compute a variable's new value."""
-        write = u.write
-        if write.op not in ARITHMETIC:
-            u.value = self.view.ref_text(write.inputs[1])
+        first = u.writes[0]
+        if first.op not in ARITHMETIC:
+            u.values = [self.view.ref_text(first.inputs[1])]
             return
-        dtype = _type(write)
+        dtype, device = _type(first), first.device
         read = u.before[0].name if u.before else self._add(
-            "ReadVariableOp", f"{write.name}/read", [self.view.ref_text(write.inputs[0]),
-                                                     *(f"^{c}" for c in write.control_inputs)], write.device, dtype)
-        # Other shapes are an error, not a broadcast.  Shapes that are known may rest on there being no error.
-        given = self.view.ref_text(write.inputs[1])
-        delta = self._add("EnsureShape", f"{write.name}/delta", [given], write.device, dtype)
-        self.made[-1].attr["shape"].shape.CopyFrom(tf.TensorShape(u.shape).as_proto())
-        value = self._add(ARITHMETIC[write.op], f"{write.name}/value", [read, delta], write.device, dtype)
+            "ReadVariableOp", f"{first.name}/read", [self.view.ref_text(first.inputs[0]),
+                                                     *(f"^{c}" for c in first.control_inputs)], device, dtype)
+        value = read
+        for write in u.writes:
+            # Other shapes are an error, not a broadcast.  Shapes that are known may rest on there being no error.
+            given = self.view.ref_text(write.inputs[1])
+            delta = self._add("EnsureShape", f"{write.name}/delta", [given], device, dtype)
+            self.made[-1].attr["shape"].shape.CopyFrom(tf.TensorShape(u.shape).as_proto())
+            value = self._add(ARITHMETIC[write.op], f"{write.name}/value", [value, delta], device, dtype)
+            u.values.append(value)
         # Both come from one op: a program that reads the variable by itself hands on what it read.
-        both = node_def_pb2.NodeDef(name=free_name(f"{write.name}/both", self.taken), op="IdentityN",
-                                    device=write.device, input=[value, read])
+        both = node_def_pb2.NodeDef(name=free_name(f"{u.write.name}/both", self.taken), op="IdentityN",
+                                    device=device, input=[value, read])
         both.attr["T"].list.type.extend([dtype, dtype])
         self.made.append(both)
-        u.value, u.read = both.name, f"{both.name}:1"
+        u.values[-1], u.read = both.name, f"{both.name}:1"
 
     def _add(self, op: str, name: str, inputs: Sequence[str], device: str, dtype: int) -> str:
         node = node_def_pb2.NodeDef(name=free_name(name, self.taken), op=op, device=device, input=inputs)
@@ -210,10 +255,12 @@ class _Edit:
         self.made.append(node)
         return node.name
 
-    def _forward(self, node: node_def_pb2.NodeDef, u: _Update) -> node_def_pb2.NodeDef:
-        """A read after the write: another name of the new value."""
-        controls = [i for i in node.input if i.startswith("^") and i != f"^{u.write.name}"]
-        out = node_def_pb2.NodeDef(name=node.name, op="Identity", device=node.device, input=[u.value, *controls])
+    def _forward(self, node: node_def_pb2.NodeDef, u: _Update, number: int) -> node_def_pb2.NodeDef:
+        """A read after a write: another name of the value then."""
+        written = {f"^{w.name}" for w in u.writes}
+        controls = [i for i in node.input if i.startswith("^") and i not in written]
+        out = node_def_pb2.NodeDef(name=node.name, op="Identity", device=node.device,
+                                   input=[u.values[number], *controls])
         out.attr["T"].CopyFrom(node.attr["dtype"])
         if "_output_shapes" in node.attr:
             out.attr["_output_shapes"].CopyFrom(node.attr["_output_shapes"])
@@ -230,9 +277,10 @@ class _Edit:
         out: dict[str, list[str]] = {}
         behind: dict[str, dict[str, None]] = {}  # writes that a node rests on and does not wait for
         for n in self.view:
-            found = {w: None for s in self._sources(n) for w in behind.get(s, ())}
+            found = {w: None for s in self._sources(n) for w in behind.get(s, ())
+                     if not self.order.is_before(n.name, w)}
             if n.name in self.forwarded:
-                found[self.forwarded[n.name].write.name] = None
+                found[self.forwarded[n.name][0].write.name] = None
             elif found and (not _is_pure(n) or n.op in CONTROL_FLOW or any(c in behind for c in n.control_inputs)):
                 out[n.name], found = list(found), {}
             if found:
@@ -257,12 +305,14 @@ class _Edit:
 
     def _sources(self, n: NodeView) -> list[str]:
         """What a node of the old graph waits for in the new one, the ops that compute new values looked through."""
-        update = self.forwarded.get(n.name) or self.by_name.get(n.name)
+        update, number = self.forwarded.get(n.name) or (self.by_name.get(n.name), -1)
         if update is None:
             return [*(r[0] for r in n.inputs), *n.control_inputs]
-        write = update.write
-        of_value = [write.inputs[1][0], *([update.before[0].name] if update.before else write.control_inputs)]
-        return [*of_value, *(c for c in n.control_inputs if c != write.name)]
+        writes = update.writes[:number + 1] if number >= 0 else update.writes
+        names = {w.name for w in update.writes}
+        of_value = [*(w.inputs[1][0] for w in writes), *([update.before[0].name] if update.before else ())]
+        waited = [c for w in (n, *(writes if not update.before or number < 0 else ())) for c in w.control_inputs]
+        return [*of_value, *dict.fromkeys(c for c in waited if c not in names)]
 
     def _waiting(self, node: node_def_pb2.NodeDef, more: Sequence[str], instead: Mapping[str, str]
                  ) -> node_def_pb2.NodeDef:
@@ -277,8 +327,8 @@ class _Edit:
         return out
 
     def _commit(self, group: Sequence[_Update], waits: Mapping[str, Iterable[str]]) -> node_def_pb2.NodeDef:
-        inside = {u.write.name for u in group}
-        controls = dict.fromkeys(c for u in group for c in (*u.write.control_inputs, *waits.get(u.write.name, ()))
+        inside = {w.name for u in group for w in u.writes}
+        controls = dict.fromkeys(c for u in group for w in u.writes for c in (*w.control_inputs, *waits.get(w.name, ()))
                                  if c not in inside)
         updated = [k for k, u in enumerate(group) if u.read]
         node = node_def_pb2.NodeDef(name=group[0].write.name, op=OP, device=group[0].write.device, input=[

@@ -15,7 +15,7 @@ from .context import Context
 from .registry import FLOAT, NUM, lower
 
 IMAGE_AXES = (1, 2)  # of [batch, height, width, channels]
-LONGEST = 1 << 13  # pixels of a side: their places are a table in the program
+LONGEST = 1 << 9  # pixels of a side: their places are tables in the text of kernels
 
 
 def _places(c: Context, x: Node, axis: int, count: Dim, shift: float) -> Node:
