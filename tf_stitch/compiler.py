@@ -94,9 +94,9 @@ def check_target(options: Options) -> None:
 def build_program(graph: Graph, target: Target, begin: Begin | None = None) -> Program:
     """A program without machine code: its text is what both targets' compilers read.
 
-    It comes from the cache on disk where that holds it.  ``begin`` as in lay_out.
+    It comes from the caches where one of them holds it.  ``begin`` as in lay_out.
     """
-    return plans.remembered(graph, target, lambda: lay_out(graph, target, begin)[0])
+    return plans.remembered(graph, target, lambda bare: lay_out(bare, target, begin)[0])
 
 
 def prepare(unknown_sizes: bool = True) -> None:

@@ -2,12 +2,17 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.ir_graphs import random_case
-from tf_stitch import compiler, plans
+from tf_stitch import compiler, plans, schedule
+from tf_stitch.errors import Unschedulable
+from tf_stitch.ir import dims as D
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.digest import digest
 from tf_stitch.ir.graph import Graph, Guard
@@ -87,3 +92,78 @@ def test_random_graphs_come_back_as_they_were(target, monkeypatch) -> None:
     made = [compiler.build_program(random_case(seed).graph, target) for seed in range(40)]
     monkeypatch.setattr(compiler, "lay_out", lambda *args: pytest.fail("planned again"))
     assert [compiler.build_program(random_case(seed).graph, target) for seed in range(40)] == made
+
+
+def step(origin: str, reason: str = "", **options) -> Graph:
+    """A graph as a step of a loop leaves it: the same as another step's but for names."""
+    made = graph(origin=origin, **options)
+    guard = Guard("le", made.params[0].shape[0], 1 << 20, reason)
+    return dataclasses.replace(made, guards=[*made.guards, guard], name=origin)
+
+
+@pytest.fixture
+def planned(monkeypatch) -> list[Graph]:
+    """What is planned from now on."""
+    calls: list[Graph] = []
+    real = compiler.lay_out
+    monkeypatch.setattr(compiler, "lay_out", lambda g, *more: calls.append(g) or real(g, *more))
+    return calls
+
+
+@pytest.mark.parametrize("target", [HOST, CUDA])
+def test_graphs_that_differ_in_names_are_planned_once(target, planned) -> None:
+    made = [compiler.build_program(step(f"turn_{k}", f"turn_{k}: dims broadcast"), target) for k in range(5)]
+    assert len(planned) == 1
+    for k, program in enumerate(made):
+        assert program.name == f"turn_{k}"
+        assert {s.origin for s in program.steps} == {f"turn_{k}"}
+        assert f"turn_{k}: dims broadcast" in {g.reason for g in program.guards}
+        assert program == compiler.lay_out(step(f"turn_{k}", f"turn_{k}: dims broadcast"), target)[0]
+
+
+def test_what_decides_on_a_plan_is_told_apart(planned) -> None:
+    kinds = [step("a"), step("a", rows=7), step("a", rows=8), step("a", scale=3.0), step("a", hi=8), step("a", hi=9)]
+    made = [compiler.build_program(g, target) for g in kinds for target in (HOST, CUDA, CUDA.with_shared(1024))]
+    assert len(planned) == len(made) == 18
+
+
+def test_bounds_of_a_size_are_told_apart() -> None:
+    bounded = [graph().substitute({"n0": D.symbol("n0", 0, most)}) for most in (None, 4, 5)]
+    assert len({digest(plans.without_names(g)[0]) for g in bounded}) == 3
+
+
+@given(seed=st.integers(0, 1 << 32), others=st.lists(st.integers(0, 1 << 32), max_size=3),
+       target=st.sampled_from([HOST, CUDA]))
+@settings(max_examples=60, deadline=None)
+def test_a_program_from_memory_is_the_one_that_planning_gives(seed, others, target) -> None:
+    for k in others:
+        compiler.build_program(random_case(k).graph, target)
+    first, again = (compiler.build_program(random_case(seed).graph, target) for _ in range(2))
+    assert first == again == compiler.lay_out(random_case(seed).graph, target)[0]
+
+
+def test_a_failure_names_the_node(monkeypatch) -> None:
+    def no_schedule(group, target, **options):
+        raise Unschedulable("no tile")
+
+    monkeypatch.setattr(schedule, "build", no_schedule)
+    with pytest.raises(Unschedulable, match="of 'where/it/is' has no schedule"):
+        compiler.build_program(graph(origin="where/it/is"), HOST)
+
+
+def test_memory_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(plans, "MOST_RECENT", 3)
+    for rows in range(2, 9):
+        compiler.build_program(graph(rows), HOST)
+        assert len(plans._recent) <= 3
+    monkeypatch.setattr(plans, "SHORT", 10)
+    compiler.build_program(graph(99), HOST)
+    assert all(len(p.text) > 10 for p in plans._recent.values())
+    assert not any(p.buffers[0].shape == (99, 96) for p in plans._recent.values())
+
+
+def test_threads_get_their_own_names() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda k: compiler.build_program(step(f"turn_{k}"), HOST), range(64)))
+    assert [p.name for p in made] == [f"turn_{k}" for k in range(64)]
+    assert [{s.origin for s in p.steps} for p in made] == [{f"turn_{k}"} for k in range(64)]

@@ -42,6 +42,8 @@ class Partition:
         self.floating = set(floating)
         self.owner: dict[Node, Unit] = {}
         self.units: set[Unit] = set()
+        self._first: dict[Unit, int] = {}
+        self._in_order: list[Unit] | None = None
         for n in self.needed():
             self._own(Unit([n]))
         self._connect()
@@ -70,6 +72,7 @@ class Partition:
                 and (n not in self.floating or n in self.required)]
 
     def _own(self, unit: Unit) -> None:
+        self._in_order = None
         self.units.add(unit)
         for n in unit.nodes:
             self.owner[n] = unit
@@ -136,12 +139,14 @@ class Partition:
         unit = Unit(n for u in merged for n in u.nodes)
         self._reads[unit] = frozenset().union(*map(self.reads, merged)) - unit.nodes
         self._feeds[unit] = frozenset().union(*map(self.feeds, merged)) - unit.nodes
+        self._first[unit] = min(map(self.first, merged))
         self.units.difference_update(merged)
         self._own(unit)
         return unit
 
     def replace(self, old: Unit, parts: Iterable[Iterable[Node]]) -> list[Unit]:
         """Replaces a unit by units over ``parts`` of its nodes."""
+        self._in_order = None
         self.units.discard(old)
         fresh = [Unit(p) for p in parts]
         for u in fresh:
@@ -166,6 +171,7 @@ class Partition:
     def restore(self, state: tuple) -> None:
         """Comes back to an earlier partition."""
         (self.floating, self.owner, self.units, self._sources, self.users, self._reads, self._feeds) = state
+        self._in_order = None
 
     def around(self, nodes: Iterable[Node]) -> set[Unit]:
         """Units that hold, read or feed any of ``nodes``, floating or not."""
@@ -212,8 +218,15 @@ class Partition:
                      tuple(self.written(nodes)))
 
     def in_order(self) -> list[Unit]:
-        """Units in topological order, producers first, ties by position in the graph."""
-        rank = self.rank_of.__getitem__
-        first = {u: min(map(rank, u.nodes)) for u in self.units}
-        place = first.__getitem__
-        return topological(sorted(self.units, key=place), lambda u: sorted(self.producers(u), key=place))
+        """Units in topological order, producers first, ties by position in the graph; kept until units change."""
+        if self._in_order is None:
+            self._in_order = topological(sorted(self.units, key=self.first),
+                                         lambda u: sorted(self.producers(u), key=self.first))
+        return self._in_order
+
+    def first(self, unit: Unit) -> int:
+        """The position in the graph of a unit's first node; cached."""
+        found = self._first.get(unit)
+        if found is None:
+            found = self._first[unit] = min(map(self.rank_of.__getitem__, unit.nodes))
+        return found

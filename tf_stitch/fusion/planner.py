@@ -22,7 +22,7 @@ from .. import schedule
 from ..errors import Unschedulable
 from ..ir import dims as D
 from ..ir.dims import Dim
-from ..ir.graph import Graph, Node, view_source
+from ..ir.graph import Graph, Node, topological, view_source
 from ..ir.ops import CHEAP, OPS
 from ..schedule.build import is_long
 from ..schedule.group import Group
@@ -149,6 +149,8 @@ class Planner:
         self.uses_library = library.has_library(target)
         self.behind: dict[Node, int] | None = None
         self.inlined: dict[Node, bool] = {}
+        self.products: dict[Unit, int] = {}
+        self.bit_sets: dict[Unit, int] = {}
         floating = [n for n in nodes if n.op in ALWAYS_FLOATING]
         self.parts = Partition(graph, must_write(graph), [*floating, *self.shown(nodes)])
 
@@ -319,7 +321,7 @@ class Planner:
         """Lets kernels write what only shows their outputs, where that pays."""
         for u in self.parts.in_order():
             if self._only_shows(u):
-                for p in self.parts.producers(u):
+                for p in sorted(self.parts.producers(u), key=self.parts.first):  # sets have no order
                     both = frozenset((u, p))
                     if not self.alone(p) and not self.parts.makes_cycle(both) and self.pays(both):
                         self.parts.contract(both)
@@ -333,13 +335,19 @@ class Planner:
         """Grows groups from the roots of a region along producers until nothing more can join."""
         alive = set(region)
         settled: set[Unit] = set()
+        layers = self._layers(alive)
         while True:
-            order = [u for u in self.parts.in_order() if u in alive]
-            layers = spans(order, self.parts.producers).layers()
             seed = next((u for layer in layers for u in layer if u not in settled), None)
             if seed is None:
                 return
-            settled.add(self.grow_one(seed, alive))
+            grown = self.grow_one(seed, alive)
+            settled.add(grown)
+            if grown is not seed:
+                layers = self._layers(alive)
+
+    def _layers(self, units: set[Unit]) -> list[list[Unit]]:
+        """The layers of some units, roots first."""
+        return spans([u for u in self.parts.in_order() if u in units], self.parts.producers).layers()
 
     def grow_one(self, unit: Unit, alive: set[Unit]) -> Unit:
         """Takes producers into ``unit``: nearest layer first, in a layer the longest path first.
@@ -377,12 +385,25 @@ class Planner:
             stack.extend(fresh)
         if len(found) < 2:
             return list(found)
-        s = spans([u for u in self.parts.in_order() if u in found or u is unit], self.parts.producers)
+        found.add(unit)
+        s = spans(topological([unit], lambda u: list(self.parts.producers(u) & found)), self.parts.producers)
+        found.discard(unit)
         return sorted(found, key=lambda u: (s.span[u], -s.depth[u], u.id))
+
+    def too_many_products(self, units: Iterable[Unit]) -> bool:
+        """True for units that hold more products than a kernel may: known without looking at their groups."""
+        return self.uses_library and sum(map(self._count_products, units)) > MOST_PRODUCTS
+
+    def _count_products(self, unit: Unit) -> int:
+        if unit not in self.products:
+            self.products[unit] = sum(n.op == "dot" for n in unit.nodes)
+        return self.products[unit]
 
     def bits(self, unit: Unit) -> int:
         """The nodes of a unit as a bit set."""
-        return sum(1 << self.parts.rank_of[n] for n in unit.nodes)
+        if unit not in self.bit_sets:
+            self.bit_sets[unit] = sum(1 << self.parts.rank_of[n] for n in unit.nodes)
+        return self.bit_sets[unit]
 
     def behind_library(self, unit: Unit) -> int:
         """Nodes from which a path to ``unit`` leads through work that stays a kernel of its own; they cannot join."""
@@ -414,7 +435,7 @@ class Planner:
         Launches and memory traffic that the union saves do not count: they could pay for a poor union where a
         smaller one would save nearly as much.
         """
-        if self.parts.makes_cycle(units):
+        if self.too_many_products(units) or self.parts.makes_cycle(units):
             return False
         merged = self.candidate(frozenset().union(*(u.nodes for u in units)))
         if merged is None:
@@ -483,7 +504,7 @@ class Planner:
         parts.let_float(nodes)
         near = parts.around(nodes)
         stale = frozenset().union(*(u.nodes for u in near), nodes)
-        self.tried = {k: v for k, v in tried.items() if not k & stale}
+        self.tried = {k: v for k, v in tried.items() if k.isdisjoint(stale)}
         after = [self.candidate(u.nodes) for u in near]
         if all(after) and math.fsum(a.ns for a in after if a) < before:
             return True

@@ -72,9 +72,8 @@ class _Importer:
     # --- the walk -----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        for node in self.view:
-            if node.name not in self.members:
-                continue
+        for name in sorted(self.members & self.view.nodes.keys(), key=self.view.place.__getitem__):
+            node = self.view[name]
             reason = lower.why_not(self.view, node)
             if reason is not None:
                 raise self._fail(node.name, reason)

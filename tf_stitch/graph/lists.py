@@ -85,7 +85,7 @@ class _Reader:
         return self.lists[ref]
 
     def number(self, ref: Ref) -> np.ndarray:
-        value = self.numbers.get(ref, self.view.constant(ref))
+        value = self.numbers[ref] if ref in self.numbers else self.view.constant(ref)
         if value is None:
             raise _Unknown
         return value

@@ -385,7 +385,8 @@ class _Place:
     def report(self) -> GraphReport:
         if self.why_untouched is not None:
             return self._report_whole(self.why_untouched)
-        reports = [self._cluster_report(k, job) for k, job in enumerate(self.jobs)]
+        infos = {i.name: i for i in self.infos}
+        reports = [self._cluster_report(k, job, infos) for k, job in enumerate(self.jobs)]
         left = [LeftNode(x.node, x.op, x.reason, lower.is_contraction(x.op)) for x in self.found.left]
         # Shape arithmetic that every reader computes for itself is neither stitched nor left.
         free = sum(r.compute_ops for r in reports) + sum(not x.contraction for x in left)
@@ -402,9 +403,8 @@ class _Place:
         free = sum(not x.contraction for x in left)
         return GraphReport(self.name, why, len(nodes), len(nodes), free, [], left, [])
 
-    def _cluster_report(self, k: int, job: _Job) -> ClusterReport:
+    def _cluster_report(self, k: int, job: _Job, ops: Mapping[str, NodeInfo]) -> ClusterReport:
         assert self.view is not None
-        ops = {i.name: i for i in self.infos}
         kernels = job.program.launched()
         nodes = [(n, ops[n].op) for n in job.cluster.members]
         stitched = [n for n, op in nodes if ops[n].computes and not lower.is_contraction(op)]
@@ -626,7 +626,7 @@ def _check_references(view: GraphView, c: Cluster, program: Program) -> None:
 
     TensorFlow copies a resource variable that somebody still reads before it writes to it, but not a reference one.
     """
-    if not any(t.endswith("_ref") for n in view for t in n.outputs or ()):
+    if not view.has_references:
         return
     for step in program.steps:
         if isinstance(step, AliasStep) and program.buffers[step.source].kind == "input":

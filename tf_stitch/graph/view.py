@@ -346,6 +346,16 @@ class GraphView:
         return max((port + 1 for _, _, port in self.consumers(name)), default=0)
 
     @functools.cached_property
+    def place(self) -> dict[str, int]:
+        """The position of every node in topological order."""
+        return {name: k for k, name in enumerate(self.nodes)}
+
+    @functools.cached_property
+    def has_references(self) -> bool:
+        """True when some value is a reference variable's."""
+        return any(t.endswith("_ref") for n in self for t in n.outputs or ())
+
+    @functools.cached_property
     def _shapes(self):
         from .shapes import infer
 

@@ -133,6 +133,7 @@ class Expr:
 Dim = Union[int, Expr]
 
 
+@_memo
 def symbol(name: str, lo: int | None = 0, hi: Dim | None = None) -> Expr:
     """The expression that is the single unknown ``name``."""
     return _atom(Symbol(name, lo, hi))

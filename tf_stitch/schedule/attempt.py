@@ -1,8 +1,10 @@
 """The schedule that one tile of one output implies: boxes, stages, shared memory and an estimate of time."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ..errors import Unschedulable
 from ..ir import dims as D
@@ -11,8 +13,8 @@ from ..ir.dtypes import DTYPES
 from ..ir.graph import Node
 from . import rules
 from .domain import Domain, domain
-from .kernel_schedule import OUT, SHARED, Item, Part, Stage
-from .labels import Labels, body_operands, operand_labels, reads
+from .kernel_schedule import OUT, SHARED, Item, Part, RowChain, Slot, Stage
+from .labels import Labels, Read, body_operands, operand_labels
 from .products import ProductTime, have_products, is_product
 from .rows import in_registers, row_chains
 from .rules import Box
@@ -35,6 +37,15 @@ TABLES = frozenset({"segment", "search"})  # ops that read their first operand a
 LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
 
 
+class _InMemory(NamedTuple):
+    """Stages that keep some values, where these lie, and the bytes that they take on chip."""
+
+    stages: list[Stage]
+    chains: list[RowChain]
+    slots: Mapping[Node, Slot]
+    size: Dim
+
+
 class Attempt:
     """``part`` is the schedule, ``time`` its estimate in element operations, ``ideal`` what it would be with every
     value computed once and all cores busy, ``waste`` the work over the least possible work.  Of a concat that is the
@@ -55,6 +66,8 @@ class Attempt:
         once = {number for o in outputs for number in self.own_box(o)[1]}
         self.by_dim = [replace(a, least=1) if a is not None and a.number in once else a for a in self.by_dim]
         self.axes = [a for a in self.by_dim if a is not None]
+        self.own = {o: self.own_box(o) for o in outputs}
+        self.known: dict[tuple[Node, str], tuple[Item, Domain]] = {}
         self.blocks = D.product(a.count for a in self.axes)
         self.boxes = self._infer()
         self.crossing = {n for n in nodes if self._crosses(n)} if target.has_threads else set()
@@ -79,7 +92,7 @@ class Attempt:
         return tuple(box), tuple(a.number for a in self.axes if a.number not in found)
 
     def _infer(self) -> dict[Node, Box]:
-        boxes: dict[Node, Box] = {o: self.own_box(o)[0] for o in self.outputs}
+        boxes: dict[Node, Box] = {o: box for o, (box, _) in self.own.items()}
         for n in reversed(self.nodes):
             boxes[n] = rules.computed_box(n, boxes[n])
             for x, box in zip(n.inputs, rules.operand_boxes(n, boxes[n]), strict=True):
@@ -116,29 +129,53 @@ class Attempt:
 
     def _fit(self) -> Part:
         """Stages and shared memory; keeps fewer values until they fit."""
-        droppable = None
+        made = self._in_memory()
+        if not self._has_room(made.size):
+            made = self._with_fewer([n for n in self.storage.droppable() if n in self.kept])
+        cost = self._estimate(made.stages)
+        return Part(self.axes, made.stages, made.slots, frozenset(self.kept), frozenset(self.read_back), self.blocks,
+                    made.size, cost, self.product_ns, made.chains)
+
+    def _with_fewer(self, droppable: list[Node]) -> _InMemory:
+        """Gives values up that may be computed again, the first first, until the others fit."""
+        if self.crossing:
+            self.kept -= self.crossing - self.storage.kept
+            self.crossing = set()
+            made = self._in_memory()
+            if self._has_room(made.size):
+                return made
+        many = 1 if self.target.is_host else max(len(droppable) // DROPS, 1)
+        kept = set(self.kept)
+        self.kept.difference_update(droppable)
+        least = self._in_memory()  # first, as it decides for many groups that there is no way
+        if not self._has_room(least.size):
+            raise self._no_room(least.size)
+        if len(droppable) <= many:
+            return least
+        self.kept = kept
         while True:
-            stages = self._stages()
-            chains = row_chains(stages, self.members, self.target)
-            slots, size = plan_shared(stages, self.boxes, in_registers(chains, stages), self.crossing,
-                                      chains, for_most=not self.target.is_host)
-            if guess(size) <= self.target.shared_bytes and (self.target.is_host or isinstance(size, int)):
-                break
-            droppable = [n for n in self.storage.droppable() if n in self.kept] if droppable is None else droppable
-            if self.crossing:
-                self.kept -= self.crossing - self.storage.kept
-                self.crossing = set()
-                continue
-            if not droppable:
-                name = self.outputs[0].origin or self.outputs[0].op
-                raise Unschedulable(f"A block that computes '{name}' needs {D.to_text(size)} bytes on chip where "
-                                    f"{self.target.shared_bytes} are allowed; split the group.")
-            many = 1 if self.target.is_host else max(len(droppable) // DROPS, 1)
             self.kept.difference_update(droppable[:many])
             del droppable[:many]
-        cost = self._estimate(stages)
-        return Part(self.axes, stages, slots, frozenset(self.kept), frozenset(self.read_back), self.blocks, size, cost,
-                    self.product_ns, chains)
+            made = self._in_memory()
+            if self._has_room(made.size):
+                return made
+            if not droppable:
+                raise self._no_room(made.size)
+
+    def _no_room(self, size: Dim) -> Unschedulable:
+        name = self.outputs[0].origin or self.outputs[0].op
+        return Unschedulable(f"A block that computes '{name}' needs {D.to_text(size)} bytes on chip where "
+                             f"{self.target.shared_bytes} are allowed; split the group.")
+
+    def _in_memory(self) -> _InMemory:
+        stages = self._stages()
+        chains = row_chains(stages, self.storage.reads, self.kept, self.target)
+        slots, size = plan_shared(stages, self.boxes, in_registers(chains, stages), self.crossing,
+                                  chains, for_most=not self.target.is_host)
+        return _InMemory(stages, chains, slots, size)
+
+    def _has_room(self, size: Dim) -> bool:
+        return guess(size) <= self.target.shared_bytes and (self.target.is_host or isinstance(size, int))
 
     def _stages(self) -> list[Stage]:
         self.read_back: set[Node] = set()
@@ -155,7 +192,7 @@ class Attempt:
         box = self.boxes[n]
         if n not in self.storage.outputs:
             return self._compute(n, SHARED, box, ())
-        own, once = self.own_box(n)
+        own, once = self.own[n]
         has_readers = bool(self.storage.users[n])
         if own == box and not (once and has_readers) and n not in self.crossing:
             if has_readers:
@@ -168,9 +205,16 @@ class Attempt:
         if n.op == "concat":
             pieces = _pieces(n, space, box, once)
             return pieces if self.piece is None or n not in self.storage.outputs else [pieces[self.piece]]
-        d: Domain = domain(n, box)
-        item = Item(n, space, n, (), d.mapped)
+        item, d = self._loops(n, space, box)
         return [(item, _stage(d.kind, d.shape, d.box, d.folded, item, once))]
+
+    def _loops(self, n: Node, space: str, box: Box) -> tuple[Item, Domain]:
+        """A value that a stage computes and its loops, made once: stages are put together several times."""
+        found = self.known.get((n, space))
+        if found is None:
+            d = domain(n, box)
+            found = self.known[n, space] = Item(n, space, n, (), d.mapped), d
+        return found
 
     def _place(self, item: Item, stage: Stage, stages: list[Stage]) -> None:
         """Puts an item into an existing stage with the same loops, or into a new one."""
@@ -204,10 +248,9 @@ class Attempt:
             return False
         return self.target.is_host or len({is_product(i) for i in (*into.items, *new.items)}) == 1
 
-    def _reads(self, item: Item) -> list[tuple[Node, Labels]]:
+    def _reads(self, item: Item) -> list[Read]:
         """Kept values that an item reads, each with the domain dims that index it."""
-        found = reads(item, lambda x: x in self.kept or x not in self.members)
-        return [(x, labels) for x, labels in found if x in self.members]
+        return [read for read in self.storage.reads.of(item, self.kept) if read[0] in self.members]
 
     def _drop_local(self, stages: list[Stage]) -> None:
         """A staged value that is only read in its own loop, at the same index, needs no memory."""
@@ -276,7 +319,7 @@ class Attempt:
         """Makes ``time`` and ``ideal`` at least what reading takes: one multiprocessor alone reads slowly."""
         block, whole = 0, 0
         for s in stages:
-            found = {n for i in s.items for n, _ in reads(i, lambda x: x in self.kept or x not in self.members)}
+            found = {n for i in s.items for n, _ in self.storage.reads.of(i, self.kept)}
             for n in found - self.members:
                 if guess(n.size) >= guess(D.product(s.shape)):  # a smaller one is read again and again
                     size = DTYPES[n.dtype].size * OPS_PER_NS // STREAM
@@ -325,12 +368,14 @@ class Attempt:
 
 
 def _stage(kind: str, shape, box: Box, folded: tuple[int, ...], item: Item, once: tuple[int, ...]) -> Stage:
-    hoisted = item.space == SHARED and not any(_of_block(d) for span in box for d in span)
+    hoisted = item.space == SHARED and not _of_block(box)
     return Stage(kind, shape, box, folded, [item], once, hoisted)
 
 
-def _of_block(d: Dim) -> bool:
-    return any(s.name.startswith(("ts_b", "ts_e")) for s in D.symbols(d))
+@functools.lru_cache(maxsize=1 << 12)
+def _of_block(box: Box) -> bool:
+    """True for a box that differs from block to block."""
+    return any(s.name.startswith(("ts_b", "ts_e")) for span in box for d in span for s in D.symbols(d))
 
 
 def _pieces(n: Node, space: str, box: Box, once: tuple[int, ...]) -> list[tuple[Item, Stage]]:

@@ -156,7 +156,7 @@ def _needed(outputs: Iterable[Node], members: set[Node]) -> list[Node]:
 
 
 def _primary(outputs: Iterable[Node]) -> Node:
-    return max(outputs, key=lambda o: (guess(o.size), o.rank, -o.id))
+    return max(outputs, key=lambda o: (guess(o.size), o.rank))  # the first of equal ones
 
 
 def _build_part(nodes: list[Node], outputs: list[Node], target: Target, wanted: Schedule | None, known: Known) -> Part:

@@ -59,12 +59,12 @@ class Collapsed:
 
 def collapse(group: Group) -> Collapsed:
     """The group with dims squeezed and merged."""
-    nodes = [*group.inputs, *(n for n in group.nodes if n not in set(group.inputs))]
-    members = set(group.nodes)
+    given, members = set(group.inputs), set(group.nodes)
+    nodes = [*group.inputs, *(n for n in group.nodes if n not in given)]
     segments = _segments(nodes, members)
     new: dict[Node, Node] = {}
     for n in nodes:
-        new[n] = _rebuild(n, n in members, segments, new)
+        new[n] = _rebuilt(n, n in members, segments, new)
     rebuilt = Group(tuple(new[n] for n in group.nodes), tuple(new[n] for n in group.inputs),
                     tuple(new[n] for n in group.outputs))
     return Collapsed(rebuilt, {v: k for k, v in new.items()})
@@ -157,9 +157,7 @@ def _tie_boundaries(n: Node, live: Mapping[Node, list[int]], apart: _Classes) ->
     if n.op == "reshape":
         _match_runs(n, live, apart)
         return
-    maps = [{here: there for j, there, here in _ties(n) if j == k} for k in range(len(n.inputs))]
-    rigid = {(x, d) for x, d in _named_dims(n)} if n.op not in _WHOLE else {
-        (x, d) for x in (n, *n.inputs) for d in range(x.rank)}
+    maps, rigid = _links(n)
     for x in {n, *n.inputs}:
         for a, b in _pairs(live[x]):
             if (x, a) in rigid or (x, b) in rigid:
@@ -174,6 +172,16 @@ def _tie_boundaries(n: Node, live: Mapping[Node, list[int]], apart: _Classes) ->
                 _match(x, (a, b), n, (back.get(a), back.get(b)), live, apart)
             elif n.op == "dot":
                 _match_contracted(n, k, (a, b), live, apart)
+
+
+def _links(n: Node) -> tuple[list[dict[int, int]], set[tuple[Node, int]]]:
+    """For each operand, the operand's dim by the result's where they are tied; and the dims that merge with none."""
+    found = n.derived.get("links")
+    if found is None:
+        maps = [{here: there for j, there, here in _ties(n) if j == k} for k in range(len(n.inputs))]
+        whole = ((x, d) for x in (n, *n.inputs) for d in range(x.rank))
+        found = n.derived["links"] = maps, set(whole if n.op in _WHOLE else _named_dims(n))
+    return found
 
 
 def _match_runs(n: Node, live: Mapping[Node, list[int]], apart: _Classes) -> None:
@@ -205,6 +213,15 @@ def _match_contracted(n: Node, k: int, pair: tuple[int, int], live: Mapping[Node
 
 
 # --- rewriting -------------------------------------------------------------------------------------
+
+def _rebuilt(n: Node, is_member: bool, segments: Mapping[Node, Segments], new: Mapping[Node, Node]) -> Node:
+    """The node over merged dims: one for all groups that merge them alike, so that what is derived of it is kept."""
+    known = n.derived.setdefault("rebuilt", {})
+    key = (is_member, tuple(map(tuple, segments[n])), tuple(new[x] for x in n.inputs) if is_member else ())
+    if key not in known:
+        known[key] = _rebuild(n, is_member, segments, new)
+    return known[key]
+
 
 def _rebuild(n: Node, is_member: bool, segments: Mapping[Node, Segments], new: Mapping[Node, Node]) -> Node:
     segs = segments[n]

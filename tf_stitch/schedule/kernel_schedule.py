@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..ir.dims import Dim
 from ..ir.graph import Node, Shape
@@ -79,8 +80,7 @@ class RowChain:
     short: bool
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Where a staged value lies in shared memory: bytes from the start, box, and the room per dim."""
 
     offset: Dim

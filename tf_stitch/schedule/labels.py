@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 from ..ir.graph import Node
 from . import rules
 from .kernel_schedule import Item
 
 Labels = tuple[int | None, ...]
+Read = tuple[Node, Labels]
 
 
 def body_operands(item: Item) -> Sequence[tuple[Node, Labels]]:
@@ -27,8 +29,15 @@ def body_operands(item: Item) -> Sequence[tuple[Node, Labels]]:
     return dot_operands(n) if n.op == "dot" else operand_labels(n, identity)
 
 
-def dot_operands(dot: Node) -> list[tuple[Node, Labels]]:
+def dot_operands(dot: Node) -> Sequence[Read]:
     """The operands of a product with the dims of its domain that index them: the result's, then the contracted ones."""
+    found = dot.derived.get("operands")
+    if found is None:
+        found = dot.derived["operands"] = _dot_operands(dot)
+    return found
+
+
+def _dot_operands(dot: Node) -> list[Read]:
     out = []
     for (x, labels), axes in zip(operand_labels(dot, tuple(range(dot.rank))), dot.attrs["contract"], strict=True):
         folded = {a: dot.rank + j for j, a in enumerate(axes)}
@@ -71,3 +80,32 @@ def reads(item: Item, stop: Callable[[Node], bool]) -> list[tuple[Node, Labels]]
         else:
             stack.extend(operand_labels(n, labels))
     return list(found)
+
+
+class Reads:
+    """What items of a part read: values kept in memory and those of others, each with the domain dims that index it.
+
+    Tiles are tried one after another, and each asks again.  What was found holds as long as the kept values in it are
+    kept, and none that was looked through is.
+    """
+
+    def __init__(self, members: AbstractSet[Node]):
+        self.members = members
+        self._found: dict[tuple[Node, Node, bool], list[tuple[list[Read], set[Node], set[Node]]]] = {}
+
+    def of(self, item: Item, kept: AbstractSet[Node]) -> list[Read]:
+        """The nodes that an item reads when the values in ``kept`` are in memory."""
+        known = self._found.setdefault((item.node, item.body, item.copy), [])
+        for found, ends, within in known:
+            if ends <= kept and within.isdisjoint(kept):
+                return found
+        passed: set[Node] = set()
+
+        def stop(n: Node) -> bool:
+            passed.add(n)
+            return n in kept or n not in self.members
+
+        found = reads(item, stop)
+        ends = {n for n, _ in found}
+        known.append((found, ends & self.members, passed - ends))
+        return found

@@ -5,6 +5,7 @@ with them.
 """
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ class ProductTime:
     def __call__(self, sizes: Mapping[str, int] | None = None) -> float:
         envs, usual = samples(self.axes, sizes), samples(self.axes)
         at_once = min(guess(self.blocks, sizes), self.cores)
-        return block_ns(self.stages, self.kept, at_once, lambda d: mean(d, envs, sizes), lambda d: mean(d, usual))
+        return block_ns(self.stages, self.kept, at_once, functools.cache(lambda d: mean(d, envs, sizes)),
+                        functools.cache(lambda d: mean(d, usual)))
 
 
 def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size: Callable[[Dim], int],

@@ -12,7 +12,7 @@ from ..ir import dims as D
 from ..ir.dtypes import DTYPES
 from ..ir.graph import Node
 from .kernel_schedule import OUT, SHARED, Item, RowChain, Stage
-from .labels import Labels, reads
+from .labels import Reads
 from .storage import SOURCES
 from .target import Target
 from .tile import guess, power_of_two
@@ -24,17 +24,17 @@ WIDE = 16  # bytes of the widest access
 INLINE = SOURCES - {"param"}
 
 
-def row_chains(stages: Sequence[Stage], members: set[Node], target: Target) -> list[RowChain]:
-    """The row chains among the stages of a block, in order."""
+def row_chains(stages: Sequence[Stage], reads: Reads, kept: set[Node], target: Target) -> list[RowChain]:
+    """The row chains among the stages of a block that keep the values in ``kept``, in order."""
     if not target.row_registers:
         return []
     chains: list[RowChain] = []
     run: list[Stage] = []
     for s in [*stages, None]:
-        if s is not None and _continues(run, s, members):
+        if s is not None and _continues(run, s, reads, kept):
             run.append(s)
             continue
-        chain = _chain(run, members, target) if run else None
+        chain = _chain(run, reads, kept, target) if run else None
         chains += [chain] if chain else []
         run = [s] if s is not None and _is_whole(s) else []
     return chains
@@ -79,7 +79,7 @@ def _is_per_row(s: Stage, first: Stage) -> bool:
             and all(_is_plain(i, len(s.shape) - 1) for i in s.items))
 
 
-def _continues(run: Sequence[Stage], s: Stage, members: set[Node]) -> bool:
+def _continues(run: Sequence[Stage], s: Stage, reads: Reads, kept: set[Node]) -> bool:
     """True when a stage shares rows with those before and reads what they made only at its own index."""
     if not run:
         return False
@@ -87,16 +87,10 @@ def _continues(run: Sequence[Stage], s: Stage, members: set[Node]) -> bool:
     if not (_is_whole(s) and (s.shape, s.box) == (first.shape, first.box)) and not _is_per_row(s, first):
         return False
     made = {i.node for t in run for i in t.items}
-    return all(labels == tuple(range(x.rank)) for x, labels in _reads(s, made, members) if x in made)
+    return all(labels == tuple(range(x.rank)) for i in s.items for x, labels in reads.of(i, kept) if x in made)
 
 
-def _reads(s: Stage, made: set[Node], members: set[Node]) -> list[tuple[Node, Labels]]:
-    own = {i.node for i in s.items}
-    return [r for i in s.items
-            for r in reads(i, lambda x: x in s.reads or x in made or x in own or x not in members)]
-
-
-def _chain(run: Sequence[Stage], members: set[Node], target: Target) -> RowChain | None:
+def _chain(run: Sequence[Stage], reads: Reads, kept: set[Node], target: Target) -> RowChain | None:
     """The chain of some stages, or None when it does not pay or its rows do not fit in registers."""
     first = run[0]
     if len(run) == 1 and first.kind == "map":
@@ -107,8 +101,8 @@ def _chain(run: Sequence[Stage], members: set[Node], target: Target) -> RowChain
     stored = {i.node for s in run for i in s.items if i.space == OUT and not i.copy}
     moved = {i.node for s in run for i in s.items if i.space == OUT and i.mapped == whole}
     for k, s in enumerate(run):
-        for x, labels in _reads(s, made, members):
-            if labels == whole and (x in made or (x not in members and x.op not in INLINE)):
+        for x, labels in (r for i in s.items for r in reads.of(i, kept)):
+            if labels == whole and (x in made or (x not in reads.members and x.op not in INLINE)):
                 spans.setdefault(x, [k, k])[1] = k
         for i in s.items:
             made.add(i.node)

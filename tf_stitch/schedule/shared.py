@@ -7,6 +7,7 @@ nothing; on a GPU, a slot of a size that has a bound gets room for the most.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 from ..ir import dims as D
@@ -112,6 +113,7 @@ def _bound(d: Dim) -> Dim:
     return most if isinstance(most, int) else d
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def _most(ext: Dim, size: Dim) -> Dim:
     limits = {s.name: s.hi for s in D.symbols(ext) if s.name.startswith("ts_e") and s.hi is not None}
     if any(s.name.startswith("ts_b") for s in D.symbols(ext)):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from ..ir import dims as D
 from ..ir.graph import Node
 from ..ir.ops import COSTLY, EXPENSIVE, OPS
+from .labels import Reads
 from .rules import VIEWS
 
 HEAVY = frozenset({"order", "segment", "reduce", "arg_reduce", "scan", "dot", "conv", "conv_filter", "window"})
@@ -57,7 +58,8 @@ def _before_reshape(node: Node, axis: int) -> int | None:
 
 
 class Storage:
-    """The choice for one set of nodes.  ``kept`` are the nodes whose values live in memory, in order.
+    """The choice for one set of nodes.  ``kept`` are the nodes whose values live in memory, in order; ``reads`` tells
+    what is read for any choice.
 
     ``in_tiles``: products are computed in tiles (on a GPU), whose operands should be read without conditions.
     """
@@ -65,6 +67,7 @@ class Storage:
     def __init__(self, nodes: Sequence[Node], outputs: Iterable[Node], in_tiles: bool = False):
         self.nodes = list(nodes)
         self.members = set(nodes)
+        self.reads = Reads(self.members)
         self.outputs = set(outputs)
         self.users: dict[Node, list[Node]] = {n: [] for n in nodes}
         for n in nodes:

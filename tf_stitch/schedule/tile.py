@@ -7,6 +7,7 @@ two dims at once, which is what keeps both sides of a transpose in whole cache l
 """
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,29 +55,29 @@ class Axis:
     chunk: int
     least: int = 0
 
-    @property
+    @functools.cached_property
     def block(self) -> Expr:
         """The block's index along this axis."""
         return D.symbol(f"ts_b{self.number}", 0, self.count - 1)
 
-    @property
+    @functools.cached_property
     def count(self) -> Dim:
         """Blocks along this axis."""
         count = D.ceildiv(self.size, self.chunk)
         return D.dmax(count, self.least) if self.least else count
 
-    @property
+    @functools.cached_property
     def offset(self) -> Dim:
         """The first element that the block owns."""
         return self.block * self.chunk
 
-    @property
+    @functools.cached_property
     def ragged(self) -> bool:
         """True when the last block may own fewer than ``chunk`` elements."""
         maybe_empty = self.least > 0 and not D.prove_le(1, self.size)
         return maybe_empty or D.mod(self.size, self.chunk) != 0
 
-    @property
+    @functools.cached_property
     def extent(self) -> Dim:
         """Elements that the block owns: ``chunk``, or a symbol when the last block is ragged."""
         return D.symbol(f"ts_e{self.number}", 0 if self.least else 1, self.chunk) if self.ragged else self.chunk
@@ -84,7 +85,14 @@ class Axis:
 
 def guess(d: Dim, sizes: Mapping[str, int] | None = None) -> int:
     """A number for a dim: its value, or what it is when every unknown is what ``sizes`` says, else GUESS."""
-    return d if isinstance(d, int) else D.evaluate(d, _guesses(d, sizes))
+    if isinstance(d, int):
+        return d
+    return D.evaluate(d, _guesses(d, sizes)) if sizes else _usual(d)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _usual(d: Expr) -> int:
+    return D.evaluate(d, _guesses(d, None))
 
 
 def largest(d: Dim) -> int:
