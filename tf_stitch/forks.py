@@ -66,10 +66,12 @@ class Server:
         if self._control is None:
             ours, theirs = socket.socketpair()
             with theirs:
-                command = f"from {__name__} import serve; serve({theirs.fileno()}, {self.module!r})"
+                # Modules are found where this process found them: a file in the working directory may have their names.
+                command = (f"import sys; sys.path[:] = {_path()!r}; from {__name__} import serve; "
+                           f"serve({theirs.fileno()}, {self.module!r})")
                 self._process = subprocess.Popen(
                     [sys.executable, "-S", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": os.pathsep.join(_path())})
+                    pass_fds=[theirs.fileno()])
             self._control = ours
             self._look_later(KEPT_S)
         return self._control
@@ -96,7 +98,7 @@ class Server:
 
 
 def _path() -> list[str]:
-    return [str(Path(__file__).parents[1]), *sys.path]
+    return [str(Path(__file__).parents[1]), *map(str, sys.path)]
 
 
 def serve(fd: int, module: str) -> None:

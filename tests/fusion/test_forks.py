@@ -92,3 +92,12 @@ def test_it_ends_with_the_process_that_started_it(server):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert ended(int(done.stdout))
+
+
+def test_what_lies_in_the_working_directory_is_not_imported(server, monkeypatch, tmp_path):
+    folder = tmp_path / "elsewhere"
+    (folder / "tf_stitch").mkdir(parents=True)
+    (folder / "tf_stitch" / "__init__.py").write_text("raise SystemExit('another package')")
+    monkeypatch.chdir(folder)
+    with server.fork() as connection:
+        assert int(connection.recv(100)) > 0
