@@ -27,7 +27,6 @@ from .schedule.tile import guess, power_of_two
 
 Work = Kernel | LibraryCall
 
-RATE_NS = 2_000  # a kernel that takes longer fills the device for a while: what counts is its rate
 SHARED = 24 << 10  # bytes of shared memory up to which a multiprocessor has room for as many blocks as threads
 FEW_BODIES = 8  # of a pack: more of them, and kernels of one structure become one
 MOST_BASES = 4000  # bases travel in the launch's parameter, which has 32764 bytes (from sm_70 and CUDA 12.1 on)
@@ -124,7 +123,7 @@ def _kind(planned: Planned, kernel: Kernel, ns: float) -> Hashable | None:
     """What may share a launch with a kernel that is estimated to take ``ns``."""
     if ns > packs.PACK_NS:
         return None
-    return (*_like(kernel), sizes.structure(planned.group).key) if ns > RATE_NS else _like(kernel)
+    return (*_like(kernel), sizes.structure(planned.group).key) if ns > packs.RATE_NS else _like(kernel)
 
 
 def _like(kernel: Kernel) -> tuple[int, int]:

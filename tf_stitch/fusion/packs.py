@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Hashable, Sequence
 
 LEAST = 8  # members; independent launches of a CUDA graph overlap, so that fewer gain little
+RATE_NS = 2_000  # a kernel that takes longer fills the device for a while: what counts is its rate
 PACK_NS = 10_000  # a kernel that is estimated to take longer is not packed: its launch is a small part of that
 
 

@@ -527,10 +527,16 @@ class Planner:
             self._merge_all(merged)
 
     def _left_to_merge(self, units: list[Unit]) -> list[Unit]:
-        """Units of a layer but for the small ones of a large layer, which are packed."""
-        if not self.target.packs or sum(len(self.parts.written(u.nodes)) for u in units) <= MOST_OUTPUTS:
+        """Units of a layer but for small ones that are more than a kernel may hold: those are packed."""
+        if not self.target.packs:
             return units
-        return [u for u in units if self.model.step_ns(self.planned(u.nodes).ns) > packs.PACK_NS]
+        small = [u for u in units if self.model.step_ns(self.planned(u.nodes).ns) <= packs.RATE_NS]
+        packed: set[Unit] = set()
+        for products, most in ((False, MOST_OUTPUTS), (True, MOST_PRODUCTS)):
+            some = [u for u in small if self._is_product(u) == products]
+            if sum(len(self.parts.written(u.nodes)) for u in some) > most:
+                packed.update(some)
+        return [u for u in units if u not in packed]
 
     def _before_convolutions(self) -> list[Unit]:
         """Units that convolutions read and that wait for no library: filters and biases can all be made ready first."""
