@@ -22,8 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from setuptools import Command, Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # --no-build-isolation: nobody looked at pyproject.toml's build requirements
+    raise SystemExit("Building tf_stitch needs setuptools 77 or later: pip install 'setuptools>=77' wheel.") from None
 
 ROOT = Path(__file__).resolve().parent
 HOST_MAIN = "custom_ops/host_main.cc"

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -80,7 +81,7 @@ def make(name: str, options: str, order: Sequence[int], captures: Sequence[Any],
     """
     with _lock:
         graph = _graphs.get((name, options))
-    if graph is None or context.context()._thread_local_data.device_name or not enabled():
+    if graph is None or context.context()._thread_local_data.device_name or not enabled() or sys.is_finalizing():
         return None
     try:
         return _Maker(GraphView(graph), order, captures, leaves).make()
@@ -148,7 +149,7 @@ class Direct:
         ctx = context.context()
         local = ctx._thread_local_data
         if local.device_name or local.op_callbacks or ctx._context_handle is not self.context \
-                or cancellation.context() is not None:
+                or cancellation.context() is not None or not self.owned:
             return None
         try:
             if self.only is not None:
@@ -187,8 +188,9 @@ def _run(call: int, inputs: list[Any], results: list[Any]) -> bool:
 
 
 def _delete(calls: list[int]) -> None:
-    for call in calls:
-        runtime.library().tf_stitch_direct_delete(call)
+    """Deletes programs' calls.  None is left: where garbage is collected, a ``__del__`` may still call the function."""
+    while calls:
+        runtime.library().tf_stitch_direct_delete(calls.pop())
 
 
 class _Maker:

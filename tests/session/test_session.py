@@ -141,6 +141,10 @@ def test_several_inputs_types_and_signatures(session, tmp_path):
         session.run("m", {"x": np.ones((2, 3)), "k": [1], "word": "a"})
     with pytest.raises(OptionError, match="'k' is of float64, and the signature takes int32"):
         session.run("m", {"x": np.ones((1, 2)), "k": [1.5], "word": "a"})
+    with pytest.raises(OptionError, match="'word' is of int64, and the signature takes string"):
+        session.run("m", {"x": np.ones((1, 2)), "k": [1], "word": 3})
+    with pytest.raises(OptionError, match="'k' is of strings, and the signature takes int32"):
+        session.run("m", {"x": np.ones((1, 2)), "k": ["1"], "word": "a"})
     with pytest.raises(OptionError, match="values that int32 cannot"):
         session.run("m", {"x": np.ones((1, 2)), "k": [2**40], "word": "a"})
     with pytest.raises(OptionError, match="no signature 'other'; it has half, mix"):

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -507,3 +509,40 @@ def test_functions_of_a_model_under_enable(count):
     for _ in range(5):
         np.testing.assert_allclose(model(x), tf.nn.softmax(np.matmul(x, model.w.numpy()) * 2 + 1), rtol=1e-5)
     assert count.replayed
+
+
+def test_garbage_that_calls_its_function():
+    """Python may have finalized the replay, and freed what it runs, before it lets the rest of a cycle say good-bye."""
+    class Model:
+        def __init__(self):
+            self.call = tf_stitch.function(lambda x: tf.nn.softmax(tf.exp(x) * 2.0) + 1.0)
+
+        def __del__(self):
+            last.append(self.call(x).numpy())
+
+    x, last = tensor(3, 5), []
+    model = Model()
+    want = model.call(x)
+    for _ in range(3):
+        model.call(x)
+    model.call.owner = model  # a cycle
+    del model
+    gc.collect()
+    np.testing.assert_array_equal(last, [want])
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_calls_while_python_ends(calls):
+    script = f"""
+import tensorflow as tf, tf_stitch
+call = tf_stitch.function(lambda x: tf.nn.softmax(tf.exp(x) * 2.0) + 1.0)
+x = tf.ones([3, 5])
+class Last:
+    def __del__(self):
+        print(call(x).shape)
+for _ in range({calls}):
+    call(x)
+last = call.last = Last()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "(3, 5)\n" and "Exception" not in done.stderr

@@ -58,7 +58,9 @@ class Input:
         except ValueError as error:  # a list of lists of other lengths, say
             raise OptionError(f"Input '{self.name}' is no array ({error}).") from None
         if not _converts(raw.dtype, self.dtype):
-            raise OptionError(f"Input '{self.name}' is of {raw.dtype.name}, and the signature takes {self.dtype.name}.")
+            given = {"O": "objects", "S": "strings", "U": "strings"}.get(raw.dtype.kind, raw.dtype.name)
+            raise OptionError(f"Input '{self.name}' is of {given}, and the signature takes "
+                              f"{tf.as_dtype(self.dtype).name}.")
         converted = raw.astype(self.dtype)
         if raw.dtype.kind in INTEGERS and self.dtype.kind in INTEGERS and not np.array_equal(raw, converted):
             raise OptionError(f"Input '{self.name}' holds values that {self.dtype.name} cannot.")
