@@ -23,6 +23,7 @@ from ..schedule.storage import HEAVY
 NOMINAL_DIMS = (4, 256)  # sizes that stand for an unknown dim
 PARTIAL_READS = frozenset({"slice", "gather", "gather_nd"})  # touch only what they return of their first operand
 NOMINAL_CORES = {"host": (2, 8, 64), "cuda": (132,)}
+WIDE = 2  # times as much a block loads in a turn of wide accesses
 BLOCKS_TOGETHER = 8  # on a core of a GPU
 
 
@@ -62,8 +63,15 @@ def environments(dims: Iterable[Dim]) -> list[dict[str, int]]:
     symbols = sorted({s for d in dims for s in D.symbols(d)}, key=lambda s: s.name)
     if not symbols:
         return [{}]
-    return [{s.name: max(s.lo or 0, min(size, s.hi) if isinstance(s.hi, int) else size) for s in symbols}
-            for size in NOMINAL_DIMS]
+    return [{s.name: _nominal(s, k) for s in symbols} for k in range(len(NOMINAL_DIMS))]
+
+
+def _nominal(s: D.Symbol, k: int) -> int:
+    """What stands for an unknown dim in environment ``k``; a range of few sizes should suit its upper half."""
+    sizes = NOMINAL_DIMS
+    if isinstance(s.hi, int) and s.hi < sizes[-1]:
+        sizes = (s.hi // 2 + 1, s.hi)
+    return max(s.lo or 0, sizes[k])
 
 
 def value_of(d: Dim, env: Mapping[str, int]) -> int:
@@ -148,8 +156,8 @@ def _part_loads(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, i
         per_call = stage.hoisted and machine.blocks_share
         done = math.prod(box) * (1 if per_call else blocks if stage.hoisted else sharing)
         ns = max(1.0, done / once) * _once_ns(stage, once, stop, machine, env, apart > 0) if once else 0.0
-        if stage.hoisted and not per_call:
-            ns = max(ns, blocks * _wait_ns(stage, math.prod(box), blocks, machine))
+        if machine.turn_ns and (stage.hoisted or _reads_memory(stage, stop, scheduled.inputs)):
+            ns = max(ns, (blocks if stage.hoisted else sharing) * _wait_ns(stage, math.prod(box), blocks, machine))
         if per_call:
             serial += ns  # every call does it, whatever its share of the blocks
         else:
@@ -158,11 +166,22 @@ def _part_loads(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, i
 
 
 def _wait_ns(stage: Any, elements: int, blocks: int, machine: Machine) -> float:
-    """How long a block takes at least over ``elements`` of a stage; blocks of the same core wait together."""
+    """How long a block takes at least over ``elements`` of a stage; blocks of the same core wait together.
+
+    What is folded along another dim than the last is loaded element by element, the rest in wide accesses.
+    """
     if all(item.node.op == "dot" for item in stage.items):
         return 0.0
-    together = min(max(blocks // NOMINAL_CORES["cuda"][0], 1), BLOCKS_TOGETHER)
-    return -(-elements // machine.turn) * machine.turn_ns / together
+    together = min(max(-(-blocks // NOMINAL_CORES["cuda"][0]), 1), BLOCKS_TOGETHER)
+    narrow = stage.hoisted or (stage.folded and len(stage.shape) - 1 not in stage.folded)
+    turn = machine.turn if narrow else WIDE * machine.turn
+    return -(-elements // turn) * machine.turn_ns / together
+
+
+def _reads_memory(stage: Any, stop: set[Node], inputs: Sequence[Node]) -> bool:
+    """True for a stage that loads what other kernels have written, or the inputs."""
+    given = {i for i in inputs if i.rank}
+    return any(not given.isdisjoint(n.inputs) for item in stage.items for n in _inlined(item, stop))
 
 
 def _once_ns(stage: Any, elements: int, stop: set[Node], machine: Machine, env: Mapping[str, int],

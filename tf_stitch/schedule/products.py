@@ -24,6 +24,7 @@ TOTAL, EACH = 5500, 75  # bytes per ns from the second-level cache: all multipro
 NEAR = 150  # bytes per ns from the first-level cache or shared memory
 KEPT = 160 * 1024  # bytes of operands that stay in the first-level cache until they are read again
 LATENCY = 300  # ns of a stage: first loads, sums over threads, barriers
+AHEAD = 96 * 1024  # bytes of operands that a block loads before it multiplies: what comes next is loaded meanwhile
 LONGER = 0.4  # how much longer operands take for each thread without work: those that load wait more often
 RUN = 64  # bytes: shorter runs of neighbours take as long
 
@@ -85,13 +86,15 @@ def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size
         if not items:
             continue
         box = [size(extent) for _, extent in s.box]
-        time = 0.0
+        time, loaded = 0.0, 0
         for x, count in _operands(items, box):
+            loaded += count
             time += count / (NEAR if x in kept or _is_near(recent, x, count) else far)
         shared_out = [b if d in s.folded else max(b, made_for(extent))
                       for d, (b, (_, extent)) in enumerate(zip(box, s.box, strict=True))]
         idle = math.prod(shared_out) / max(math.prod(box), 1) - 1  # for each thread that works
-        total += LATENCY + max(len(items) * math.prod(shared_out) / RATE, time * (1 + LONGER * idle))
+        both = len(items) * math.prod(shared_out) / RATE, time * (1 + LONGER * idle)
+        total += LATENCY + max(both) + min(both) / max(-(-loaded // AHEAD), 1)
     return total
 
 
