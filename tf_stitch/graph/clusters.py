@@ -492,7 +492,8 @@ def _join_ends(net: _Net, graph: _UnitGraph, groups: dict[int, list[str]]) -> No
     """Merges groups whose results only go into sinks (assignments, the function's end) and which may come last."""
     ends: dict[Any, list[int]] = {}
     for u in sorted(groups, key=lambda u: net.position[groups[u][-1]], reverse=True):
-        if any(net.by_name[r].outputs for n in groups[u] for r in net.readers[n] if r not in groups[u]):
+        own = set(groups[u])
+        if any(net.by_name[r].outputs for n in own for r in net.readers[n] if r not in own):
             continue
         beside = ends.setdefault(net.key(groups[u][0]), [])
         v = next((v for v in beside if graph.apart(u, v)), None)

@@ -104,17 +104,20 @@ class _Order:
         self.bit = {n.name: 1 << k for k, n in enumerate(view)}
         self.before: dict[str, int] = {}
         self.conditional: set[str] = set()
-        self.acting: list[str] = []  # nodes that may write to any variable
-        self.acts = 0  # their bits
+        self.between: dict[str, int] = {}  # of a node: what comes before something with effects that comes before it
+        self.leading = 0  # what has effects, and what comes before that
+        acting: set[str] = set()  # nodes that may write to any variable
         for n in view:
-            seen = 0
+            seen = between = 0
             if not _is_pure(n) and n.op not in READERS:
-                self.acting.append(n.name)
-                self.acts |= self.bit[n.name]
+                acting.add(n.name)
             sources = [s for s in (*(r[0] for r in n.inputs), *n.control_inputs) if s in self.before]
             for s in sources:
                 seen |= self.before[s] | self.bit[s]
-            self.before[n.name] = seen
+                between |= self.between[s] | (self.before[s] if s in acting else 0)
+            self.before[n.name], self.between[n.name] = seen, between
+            if n.name in acting:
+                self.leading |= seen | self.bit[n.name]
             if n.op in CONTROL_FLOW or not self.conditional.isdisjoint(sources):
                 self.conditional.add(n.name)
 
@@ -127,8 +130,11 @@ class _Order:
 
     def acts_between(self, first: str, then: str) -> bool:
         """Whether anything with effects comes after one node and before another."""
-        return bool(self.before[then] & self.acts) and any(
-            self.is_before(first, n) and self.is_before(n, then) for n in self.acting)
+        return bool(self.between[then] & self.bit[first])
+
+    def leads(self, name: str) -> bool:
+        """Whether a node has effects or comes before one that has."""
+        return bool(self.leading & self.bit[name])
 
 
 def _update(view: GraphView, order: _Order, writes: Sequence[NodeView]) -> _Update | None:
@@ -170,7 +176,7 @@ def _follow_each_other(view: GraphView, order: _Order, chain: Sequence[NodeView]
             return False
         known = {then.name, *(n.name for n in after[k])}
         for name in view.control_consumers(w.name):
-            if name not in known and any(name == a or order.is_before(name, a) for a in order.acting):
+            if name not in known and order.leads(name):
                 return False
     return True
 
