@@ -427,3 +427,22 @@ def test_random_functions(actions):
 
     both(make, (X,), (X * 0.5,))
     hook._state.reports.clear()  # other tests count them, and only the last ones are kept
+
+
+def test_shapes_of_variables_are_known(graphs):
+    """Those of variables that may have another one are asked for."""
+    def make():
+        fixed = variable(1, 2, 3)
+        free = tf.Variable([[1.0, 2.0]], shape=tf.TensorShape([None, 2]))
+
+        def fn(x):
+            shapes = [tf.raw_ops.VariableShape(input=v.handle, out_type=t) for v in (fixed, free)
+                      for t in (tf.int32, tf.int64)]
+            fixed.assign_add(tf.zeros(shapes[0]) + tf.exp(x))
+            return tf.zeros(shapes[2]) + free * 2.0, shapes
+
+        return fn, [fixed]
+
+    both(make, (X,))
+    left = [n for n in graphs[-1].node if n.op == "VariableShape"]
+    assert len(left) == 2 and commits(graphs)

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
+from .shapes import variable_shape
 from .variables import free_name
 from .view import ARG_OPS, RET_OPS, GraphView, Ref, may_have_effects
 
@@ -153,6 +154,31 @@ def without_relays(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: 
         if readers and n.control_inputs and len(readers) * len(n.control_inputs) <= MANY_WAITS:
             edit.waits[n.name] = tuple(n.control_inputs)
     return edit.graph() if edit.waits else source
+
+
+def with_known_shapes(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, keep: Iterable[str],
+                      run: Iterable[str]) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
+    """A copy in which the shapes of variables are constants where they can have no others.
+
+    The gradient of a loop asks for those of the weights that it reads.  In place of nodes in ``run``, which must only
+    have run, there is a NoOp.
+    """
+    edit, kept, run = Edit(source, view), set(keep), set(run)
+    for n in view:
+        shape = variable_shape(view, n.inputs[0], assume=False) if n.op == "VariableShape" else None
+        if shape is not None and None not in shape and n.name not in kept:
+            value = np.array(shape, tf.as_dtype(view.dtype((n.name, 0))).as_numpy_dtype)
+            edit.instead[n.name, 0] = edit.constant(value, n.device, f"{n.name}/shape")
+            edit.waits[n.name] = tuple(n.control_inputs)
+    if not edit.instead:
+        return source
+    out = edit.graph()
+    nodes = out.node_def if isinstance(out, function_pb2.FunctionDef) else out.node
+    there = {n.name for n in nodes}
+    nodes.extend(node_def_pb2.NodeDef(name=name, op="NoOp", device=view[name].device,
+                                      input=[f"^{c}" for c in view[name].control_inputs if c not in edit.waits])
+                 for name in sorted(run & edit.waits.keys() - there))
+    return out
 
 
 def without_dead(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, keep: Iterable[str]

@@ -28,7 +28,7 @@ from ..schedule.target import of_options
 from . import clusters, feeds, lists, loops, lower, updates
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
-from .edits import without_dead, without_relays
+from .edits import with_known_shapes, without_dead, without_relays
 from .importer import import_cluster
 from .variables import merge_reads, read_before_gathers
 from .view import GraphView
@@ -131,6 +131,8 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
             if not any(n.op == OP for n in view):
                 if whole or library is not None:
                     source, view = _straight(source, library, view, options, keep, run, keep_ends)
+                source = with_known_shapes(source, view, keep, run)
+                view = view if source is view.source else GraphView(source, library)
                 source = without_relays(source, view, keep | run | set(view.control_rets))
                 view = view if source is view.source else GraphView(source, library)
                 source = read_before_gathers(source, view) if options.on_gpu else source
