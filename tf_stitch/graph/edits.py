@@ -146,12 +146,14 @@ def without_relays(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: 
     """A copy in which nobody waits for a NoOp that itself only waits: what waits for it waits for the same nodes.
 
     TensorFlow's constant folding leaves such nodes in the middle of gradients, where they would keep apart what is one
-    program.  Those that ``keep`` names stay, and those that stand for very many pairs of nodes.
+    program.  Those that ``keep`` names stay, those that wait for effects, and those that stand for very many pairs of
+    nodes.
     """
     edit, kept = Edit(source, view), set(keep)
     for n in view:
         readers = view.control_consumers(n.name) if n.op == "NoOp" and n.name not in kept else ()
-        if readers and n.control_inputs and len(readers) * len(n.control_inputs) <= MANY_WAITS:
+        few = readers and n.control_inputs and len(readers) * len(n.control_inputs) <= MANY_WAITS
+        if few and not any(may_have_effects(view[c].op) for c in n.control_inputs):
             edit.waits[n.name] = tuple(n.control_inputs)
     return edit.graph() if edit.waits else source
 
