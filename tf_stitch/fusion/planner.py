@@ -128,7 +128,7 @@ def _place(call: Planned, before: Sequence[Planned]) -> int:
 
 
 def _schedule_build() -> Build:
-    return functools.partial(schedule.build, known={})
+    return functools.partial(schedule.build, known=schedule.Known())
 
 
 def must_write(graph: Graph) -> list[Node]:

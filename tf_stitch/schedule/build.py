@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import Unschedulable
@@ -32,7 +33,19 @@ LOOKED_UP = 16  # elements, in the time that a row is looked up and folded: each
 MOST_PIECES = 32  # operands of a concat that a block may compute one after the other
 GOOD_ENOUGH = 1.2  # a tile that computes at most this many times the least work ends the search
 
-Known = dict[Hashable, Tile | str]  # the best tile of parts alike, or why they have none
+
+@dataclass
+class Known:
+    """What calls of :func:`build` for one graph and target tell each other.
+
+    Attributes:
+      tiles: the best tile of parts alike, or why they have none.
+      parts: the parts of components, by nodes and outputs: most of a group is what it was before it grew.
+    """
+
+    tiles: dict[Hashable, Tile | str] = field(default_factory=dict)
+    parts: dict[tuple[tuple[Node, ...], tuple[Node, ...]], list[Part]] = field(default_factory=dict)
+
 
 
 def build(group: Group, target: Target, wanted: Schedule | None = None,
@@ -40,21 +53,30 @@ def build(group: Group, target: Target, wanted: Schedule | None = None,
     """The schedule of a group on a target.
 
     ``wanted`` is the schedule of the largest output, over its dims after :func:`collapse`; left out, the one with
-    the lowest estimated time is taken.  ``known`` remembers between calls which tile that was for parts alike, or why
-    there is none.
+    the lowest estimated time is taken.  ``known`` remembers between calls what was found of parts.
 
     Raises Unschedulable when some output's blocks cannot be made to fit the others', or when a block's values
     do not fit on chip; the planner then splits the group.
     """
     small = collapse(group)
     group = small.group
-    known = {} if known is None else known
+    known = Known() if known is None or wanted else known
     parts: list[Part] = []
     for nodes, outputs in _components(group, target):
-        pieces = [] if wanted else _pieces(nodes, outputs, target)
-        parts += [_build_piece(k, own, outputs[0], target) for k, own in enumerate(pieces)]
-        parts += [] if pieces else [_build_part(nodes, outputs, target, wanted, known)]
+        component = tuple(nodes), tuple(outputs)
+        if component not in known.parts:
+            known.parts[component] = _build_parts(nodes, outputs, target, wanted, known)
+        parts += known.parts[component]
     return KernelSchedule(target, parts, group.inputs, group.outputs, frozenset(group.nodes), small.origin)
+
+
+def _build_parts(nodes: list[Node], outputs: list[Node], target: Target, wanted: Schedule | None,
+                 known: Known) -> list[Part]:
+    """The part of a component, or one for each piece of a long concat."""
+    pieces = [] if wanted else _pieces(nodes, outputs, target)
+    if pieces:
+        return [_build_piece(k, own, outputs[0], target) for k, own in enumerate(pieces)]
+    return [_build_part(nodes, outputs, target, wanted, known)]
 
 
 def _components(group: Group, target: Target) -> list[tuple[list[Node], list[Node]]]:
@@ -175,7 +197,7 @@ def _build_part(nodes: list[Node], outputs: list[Node], target: Target, wanted: 
     if target.is_host:
         return _chosen(attempt, _tiles(primary, nodes, target), primary, outputs)
     alike = _alike(nodes, outputs, primary)
-    found = known.get(alike)
+    found = known.tiles.get(alike)
     if isinstance(found, str):
         raise Unschedulable(found)
     if found is not None:
@@ -184,11 +206,11 @@ def _build_part(nodes: list[Node], outputs: list[Node], target: Target, wanted: 
     try:
         if have_products(nodes, target):
             best = _best(attempt, _product_tiles(primary, nodes, target))
-            known[alike] = best.tile
+            known.tiles[alike] = best.tile
             return best.made.part
         return _chosen(attempt, _tiles(primary, nodes, target), primary, outputs)
     except Unschedulable as e:
-        known[alike] = str(e)
+        known.tiles[alike] = str(e)
         raise
 
 
