@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from tests.ir_graphs import random_case
 from tf_stitch import compiler, plans, schedule
+from tf_stitch.assemble import assemble
 from tf_stitch.errors import Unschedulable
+from tf_stitch.fusion.planner import plan_scheduled
 from tf_stitch.ir import dims as D
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.digest import digest
@@ -167,3 +170,28 @@ def test_threads_get_their_own_names() -> None:
         made = list(pool.map(lambda k: compiler.build_program(step(f"turn_{k}"), HOST), range(64)))
     assert [p.name for p in made] == [f"turn_{k}" for k in range(64)]
     assert [{s.origin for s in p.steps} for p in made] == [{f"turn_{k}"} for k in range(64)]
+
+
+@given(seed=st.integers(0, 1 << 32), target=st.sampled_from([HOST, CUDA]))
+@settings(max_examples=60, deadline=None)
+def test_parts_that_are_known_are_those_that_would_be_built(seed, target) -> None:
+    tiles = schedule.Known().tiles
+
+    def anew(group, target):
+        return schedule.build(group, target, known=schedule.Known(tiles))
+
+    graph = random_case(seed).graph
+    remembering = assemble(graph, plan_scheduled(graph, target), target)[0]
+    assert assemble(graph, plan_scheduled(graph, target, anew), target)[0] == remembering
+
+
+def test_parts_of_a_growing_kernel_are_built_once(monkeypatch) -> None:
+    built: list[int] = []
+    module = importlib.import_module("tf_stitch.schedule.build")
+    real = module._build_part
+    monkeypatch.setattr(module, "_build_part", lambda nodes, *more: built.append(len(nodes)) or real(nodes, *more))
+    b = Builder()
+    outputs = [b.reduce("sum", b.ew("exp", b.param((64, k), "float32", f"x{k}")), (1,)) for k in range(40, 52)]
+    planned = plan_scheduled(b.finish(outputs), CUDA)
+    assert len(planned) == 1  # twelve parts, one launch
+    assert len(built) <= 4 * len(outputs)

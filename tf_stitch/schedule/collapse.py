@@ -7,7 +7,7 @@ tie nothing: row-major order stays what it is.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,32 +21,34 @@ _WHOLE = frozenset({"conv", "conv_filter", "window"})  # their dims have fixed m
 _FREE_NEW = frozenset({"broadcast"})  # result dims that no operand has may merge
 
 
+Place = tuple[Node, int]  # a dim of a node
+
+
 class _Classes:
-    """Union-find with a mark that one member gives to its whole class."""
+    """Union-find over the dims of nodes, with a mark that one member gives to its whole class."""
 
-    def __init__(self) -> None:
-        self.parent: dict[Hashable, Hashable] = {}
-        self.marked: set[Hashable] = set()
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.first = dict(zip(nodes, itertools.accumulate((n.rank for n in nodes), initial=0), strict=False))
+        self.parent = list(range(sum(n.rank for n in nodes)))
+        self.marked = [False] * len(self.parent)
 
-    def find(self, a: Hashable) -> Hashable:
-        self.parent.setdefault(a, a)
-        while self.parent[a] != a:
-            self.parent[a] = self.parent[self.parent[a]]
-            a = self.parent[a]
-        return a
+    def _find(self, a: Place) -> int:
+        parent, k = self.parent, self.first[a[0]] + a[1]
+        while parent[k] != k:
+            parent[k] = k = parent[parent[k]]
+        return k
 
-    def join(self, a: Hashable, b: Hashable) -> None:
-        a, b = self.find(a), self.find(b)
-        if a != b:
-            self.parent[a] = b
-            if a in self.marked:
-                self.marked.add(b)
+    def join(self, a: Place, b: Place) -> None:
+        i, j = self._find(a), self._find(b)
+        if i != j:
+            self.parent[i] = j
+            self.marked[j] = self.marked[j] or self.marked[i]
 
-    def mark(self, a: Hashable) -> None:
-        self.marked.add(self.find(a))
+    def mark(self, a: Place) -> None:
+        self.marked[self._find(a)] = True
 
-    def is_marked(self, a: Hashable) -> bool:
-        return self.find(a) in self.marked
+    def is_marked(self, a: Place) -> bool:
+        return self.marked[self._find(a)]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def _ties(n: Node) -> Sequence[rules.Tie]:
 # --- which dims go, which merge ----------------------------------------------------------------------
 
 def _segments(nodes: list[Node], members: set[Node]) -> dict[Node, Segments]:
-    keep = _Classes()
+    keep = _Classes(nodes)
     for n in nodes:
         for d, size in enumerate(n.shape):
             if size != 1:
@@ -86,7 +88,7 @@ def _segments(nodes: list[Node], members: set[Node]) -> dict[Node, Segments]:
         if n in members:
             _tie_sizes(n, keep)
     live = {n: [d for d in range(n.rank) if keep.is_marked((n, d))] for n in nodes}
-    apart = _Classes()
+    apart = _Classes(nodes)
     for n in nodes:
         if n in members:
             _tie_boundaries(n, live, apart)
@@ -116,8 +118,8 @@ def _tie_sizes(n: Node, keep: _Classes) -> None:
             keep.join((n.inputs[0], a), (n.inputs[1], b))
     if n.op == "reduce":
         return
-    for x, d in _named_dims(n):
-        keep.mark((x, d))
+    for place in _links(n)[1]:
+        keep.mark(place)
 
 
 def _named_dims(n: Node) -> Iterable[tuple[Node, int]]:
@@ -148,7 +150,7 @@ def _named_dims(n: Node) -> Iterable[tuple[Node, int]]:
         yield n, n.attrs["axis"]
 
 
-def _pairs(live: list[int]) -> list[tuple[int, int]]:
+def _pairs(live: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(live))
 
 
