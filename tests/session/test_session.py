@@ -485,6 +485,18 @@ def test_no_thread_is_woken_for_what_may_not_run(gate, monkeypatch):
         assert not wait(futures, 10).not_done
 
 
+def test_few_threads_serve_few_requests():
+    """The one that was busy last is woken first: what it needs is in its core's caches."""
+    names = set()
+    with tf_stitch.StitchSession(coalesce=False, threads=32, options=NATIVE) as session:
+        session.add("a", scaled(2.0), verify=False)
+        for i in range(100):
+            future = session.submit("a", rows(i))
+            future.add_done_callback(lambda _: names.add(threading.current_thread().name))
+            future.result(20)
+    assert len(names) < 16
+
+
 def test_earliest_deadline_first(gate):
     with tf_stitch.StitchSession(coalesce=False, threads=1, reserve=0) as session:
         session.add("block", gate.function, warmup=False, verify=False, stitch=False)

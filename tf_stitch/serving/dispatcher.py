@@ -85,8 +85,10 @@ class Dispatcher:
         self._settled = threading.Condition(self._lock)
         self._ready: tuple[list[Any], list[Any]] = ([], [])  # heaps: those with a deadline to keep, best effort
         self._order = itertools.count()
-        self._wake: SimpleQueue[bool] = SimpleQueue()  # True: look for a request; False: end
-        self._idle = 0
+        # Where each worker waits.  True: look for a request; False: end.
+        self._wakes: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(threads)]
+        # Of those that wait, the last one to begin first: its stack, its malloc arena and its core's caches are warm.
+        self._idle: list[SimpleQueue[bool]] = []
         self._running = [0, 0]  # as the heaps
         self._outstanding = 0
         self._waiters = 0
@@ -94,8 +96,8 @@ class Dispatcher:
         self._callers: set[threading.Thread] = set()  # workers that may wait for others, in such a callback
         self._accepts = True
         self._closed = False
-        self._workers = [threading.Thread(target=self._work, name=f"{THREAD_NAME}_{i}", daemon=True)
-                         for i in range(threads)]
+        self._workers = [threading.Thread(target=self._work, args=(wake,), name=f"{THREAD_NAME}_{i}", daemon=True)
+                         for i, wake in enumerate(self._wakes)]
         for worker in self._workers:
             worker.start()
 
@@ -143,18 +145,17 @@ class Dispatcher:
 
     def _wake_one(self) -> None:
         if self._idle:
-            self._idle -= 1
-            self._wake.put(True)
+            self._idle.pop().put(True)
 
     # --- running them -------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work(self, wake: SimpleQueue[bool]) -> None:
         runtime.library().tf_stitch_flush_denormals()  # graphs may run on this thread; TensorFlow's own do so
-        request, _ = self._next(None)
-        while request is not None or self._wake.get():
+        request, _ = self._next(None, wake)
+        while request is not None or wake.get():
             if request is not None:
                 self._answer(request)
-            request, closing = self._next(request)
+            request, closing = self._next(request, wake)
             if closing is not None:
                 closing.close()
                 closing = None  # a thread that waits holds nothing
@@ -186,8 +187,8 @@ class Dispatcher:
         except Exception as error:
             return None, error
 
-    def _next(self, done: Request | None) -> tuple[Request | None, ServedModel | None]:
-        """Books what is done, and picks what this thread does next (None: nothing may run now).
+    def _next(self, done: Request | None, wake: SimpleQueue[bool]) -> tuple[Request | None, ServedModel | None]:
+        """Books what is done, and picks what this thread does next (None: nothing may run now; it waits at ``wake``).
 
         Also gives the model to close, when that was the last request of a retired one.
         """
@@ -195,7 +196,7 @@ class Dispatcher:
             closing = self._book(done) if done is not None else None
             request = self._pick()
             if request is None:
-                self._idle += 1
+                self._idle.append(wake)
             elif self._runnable():
                 self._wake_one()
         return request, closing
@@ -325,8 +326,8 @@ class Dispatcher:
         end = math.inf if timeout_s is None else now() + timeout_s
         with self._lock:
             self._closed, self._accepts = True, False
-        for _ in self._workers:
-            self._wake.put(False)
+        for wake in self._wakes:
+            wake.put(False)
         with self._lock:
             mine = {*self._callers, threading.current_thread()}
         others = [worker for worker in self._workers if worker not in mine]
@@ -340,7 +341,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
         self._closed, self._accepts = True, False
-        self._workers, self._idle, self._outstanding = [], 0, 0
+        self._workers, self._wakes, self._idle, self._outstanding = [], [], [], 0
 
     def _wait(self, done: Any, timeout_s: float | None) -> bool:
         self._waiters += 1
@@ -353,7 +354,7 @@ class Dispatcher:
     def running(self) -> int:
         """Threads that are at work."""
         with self._lock:
-            return len(self._workers) - self._idle
+            return len(self._workers) - len(self._idle)
 
     @property
     def outstanding(self) -> int:
