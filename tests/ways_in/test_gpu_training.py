@@ -54,6 +54,11 @@ def dropped(x, weight):
     return tf.nn.conv2d(tf.nn.experimental.stateless_dropout(y, 0.5, [4, 5]), weight(3, 3, 8, 4), 1, "SAME")
 
 
+def resized(x, weight):
+    y = tf.image.resize(tf.nn.conv2d(x, weight(3, 3, 3, 6), 2, "SAME"), (18, 17))
+    return tf.image.resize(tf.nn.conv2d(y, weight(3, 3, 6, 4), 1, "SAME"), (7, 5), method="nearest")
+
+
 def training_step(layers: Layer, batch: int | None, dtype: str):
     """(graph, feeds for a batch): new weights of a network whose loss is a mean of squares."""
     shapes: list[tuple[int, ...]] = []
@@ -88,7 +93,8 @@ def calls(program: Program) -> list[str]:
     return [s.call for s in program.steps if isinstance(s, LibraryStep)]
 
 
-@pytest.mark.parametrize("layers,gradients", [(plain, 2), (strided, 4), (depthwise, 1), (dropped, 2)])
+@pytest.mark.parametrize("layers,gradients", [(plain, 2), (strided, 4), (depthwise, 1), (dropped, 2),
+                                              (resized, 1)])
 @pytest.mark.parametrize("batch", [None, 6])
 def test_a_training_step_is_one_program(layers, gradients, batch):
     graph, feeds, outputs = training_step(layers, batch, "float32")
