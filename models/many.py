@@ -165,6 +165,7 @@ def make(name: str, system: str) -> Made:
         call()
     results = [x.numpy().astype(np.float64) for x in (*tf.nest.flatten(call()), *case.variables)]
     ops, kernels = bench.counts(traced)
+    print(f"{name}, {system}: {ops} ops, {kernels} kernels, compiled in {compile_s:.1f} s", flush=True)
     return Made(system, call, compile_s, results, ops, kernels, traced.gpu_busy_us)
 
 
