@@ -115,15 +115,16 @@ def _dependences(planned: Sequence[Planned]) -> list[frozenset[int]]:
 def _kinds(graph: Graph, planned: Sequence[Planned], work: Sequence[Work], target: Target) -> list[Hashable | None]:
     """What may share a launch, by step (fusion.packs.runs)."""
     model = cost.CostModel(target.name, cost.environments(d for n in graph.nodes() for d in n.shape))
-    return [_kind(p, w, model.step_ns(p.ns)) if isinstance(w, Kernel) else None
+    return [_kind(p, w, model.step_ns(p.ns), target) if isinstance(w, Kernel) else None
             for p, w in zip(planned, work, strict=True)]
 
 
-def _kind(planned: Planned, kernel: Kernel, ns: float) -> Hashable | None:
+def _kind(planned: Planned, kernel: Kernel, ns: float, target: Target) -> Hashable | None:
     """What may share a launch with a kernel that is estimated to take ``ns``."""
     if ns > packs.PACK_NS:
         return None
-    return (*_like(kernel), sizes.structure(planned.group).key) if ns > packs.RATE_NS else _like(kernel)
+    fills = packs.fills(ns, guess(kernel.blocks), target.cores)
+    return (*_like(kernel), sizes.structure(planned.group).key) if fills else _like(kernel)
 
 
 def _like(kernel: Kernel) -> tuple[int, int]:

@@ -32,7 +32,7 @@ def quick_compiler(monkeypatch):
 
 @pytest.mark.parametrize("meaning", MEANINGS)
 def test_the_pieces_of_a_long_concat_share_texts(meaning):
-    graphs = [joined_features(80), joined_features(45, 5), joined_features(60, None, 1)]
+    graphs = [joined_features(80), joined_features(60, 5), joined_features(60, None, 1)]
     programs = [compiler.build_program(g, CUDA) for g in graphs]
     assert all(len(p.launched()) == 1 and p.text.count("TS_MEMBERS(") for p in programs)
     assert len(programs[2].text) < 1.2 * len(compiler.build_program(joined_features(40, None, 1), CUDA).text)

@@ -24,7 +24,7 @@ def hundreds():
 
 
 MADE = {**GRAPHS, "hundreds": hundreds, "joined features": lambda: joined_features(80),
-        "joined features of a few rows": lambda: joined_features(45, 5)}
+        "joined features of a few rows": lambda: joined_features(60, 5)}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from ..ir.dims import Dim
 
-LEAST = 4  # parts that share a text
+LEAST = 16  # parts that share a text; fewer compile soon enough, and look nothing up
 FIRST = "TS_FIRST"  # stands for a part's first block
 
 # What may differ: an input's name, a 64-bit literal, what a subscript begins with, a bound.

@@ -14,8 +14,13 @@ import heapq
 from collections.abc import Hashable, Sequence
 
 LEAST = 8  # members; independent launches of a CUDA graph overlap, so that fewer gain little
-RATE_NS = 2_000  # a kernel that takes longer fills the device for a while: what counts is its rate
+RATE_NS = 2_000  # a kernel with blocks for all cores that takes longer fills the device: what counts is its rate
 PACK_NS = 10_000  # a kernel that is estimated to take longer is not packed: its launch is a small part of that
+
+
+def fills(ns: float, blocks: int, cores: int) -> bool:
+    """True for a kernel of so many blocks, estimated to take ``ns``, that keeps all cores busy for a while."""
+    return ns > RATE_NS and blocks >= cores
 
 
 def runs(after: Sequence[frozenset[int]], kinds: Sequence[Hashable | None]) -> list[tuple[int, ...]]:

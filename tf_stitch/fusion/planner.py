@@ -27,6 +27,7 @@ from ..ir.ops import CHEAP, OPS
 from ..schedule.build import is_long
 from ..schedule.group import Group
 from ..schedule.products import repeats_rows
+from ..schedule.tile import guess
 from . import cost, library, packs
 from .alike import Alike
 from .call import LibraryCall
@@ -530,13 +531,18 @@ class Planner:
         """Units of a layer but for small ones that are more than a kernel may hold: those are packed."""
         if not self.target.packs:
             return units
-        small = [u for u in units if self.model.step_ns(self.planned(u.nodes).ns) <= packs.RATE_NS]
+        small = [u for u in units if self._is_small(self.planned(u.nodes))]
         packed: set[Unit] = set()
         for products, most in ((False, MOST_OUTPUTS), (True, MOST_PRODUCTS)):
             some = [u for u in small if self._is_product(u) == products]
             if sum(len(self.parts.written(u.nodes)) for u in some) > most:
                 packed.update(some)
         return [u for u in units if u not in packed]
+
+    def _is_small(self, planned: Planned) -> bool:
+        """True for a kernel that may be packed with any."""
+        ns = self.model.step_ns(planned.ns)
+        return ns <= packs.PACK_NS and not packs.fills(ns, guess(planned.blocks), self.target.cores)
 
     def _before_convolutions(self) -> list[Unit]:
         """Units that convolutions read and that wait for no library: filters and biases can all be made ready first."""
