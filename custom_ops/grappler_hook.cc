@@ -21,11 +21,32 @@
 namespace {
 
 // Item id; graph (null: only asks whether the item is wanted); keep: names, each ended by '\n', with a '^' in front
-// when the node must only run; place for the answer. Returns 0 when the item is not wanted.
+// when the node must only run; place for the answer. Returns 0 when the item is not wanted, kInterrupted after Ctrl-C.
 using Rewriter = int (*)(const char* id, const char* graph, size_t graph_size, const char* keep, size_t keep_size,
                          void* answer);
 
+using Interrupt = void (*)();  // PyErr_SetInterrupt
+
+constexpr int kInterrupted = -1;
+
 std::atomic<Rewriter> g_rewriter{nullptr};
+std::atomic<Interrupt> g_interrupt{nullptr};
+
+// The item that Python was interrupted at: Grappler asks once more, and Python would take the next interrupt there.
+thread_local std::string t_interrupted;
+
+// Whether Python answers.  An exception cannot pass through here: an interrupt comes again once Python goes on.
+template <typename... Args>
+bool Ask(Rewriter rewriter, const std::string& id, Args... args) {
+  if (!t_interrupted.empty() && id == t_interrupted) return false;
+  t_interrupted.clear();
+  const int said = rewriter(id.c_str(), args...);
+  if (said == kInterrupted) {
+    t_interrupted = id;
+    g_interrupt.load()();
+  }
+  return said > 0;
+}
 
 struct Answer {
   bool given = false;
@@ -36,7 +57,10 @@ struct Answer {
 
 extern "C" {
 
-void tf_stitch_set_rewriter(Rewriter rewriter) { g_rewriter.store(rewriter); }
+void tf_stitch_set_rewriter(Rewriter rewriter, Interrupt interrupt) {
+  g_interrupt.store(interrupt);
+  g_rewriter.store(rewriter);
+}
 
 void tf_stitch_reply(void* answer, const char* graph, size_t size) {
   auto* a = static_cast<Answer*>(answer);
@@ -80,11 +104,11 @@ class StitchOptimizer : public CustomGraphOptimizer {
   absl::Status Optimize(Cluster*, const GrapplerItem& item, GraphDef* optimized) override {
     *optimized = item.graph;
     Rewriter rewriter = g_rewriter.load();
-    if (rewriter == nullptr || rewriter(item.id.c_str(), nullptr, 0, nullptr, 0, nullptr) == 0) return absl::OkStatus();
+    if (rewriter == nullptr || !Ask(rewriter, item.id, nullptr, 0, nullptr, 0, nullptr)) return absl::OkStatus();
     const std::string keep = NodesToKeep(item);
     const std::string graph = Annotated(item).SerializeAsString();
     Answer answer;
-    rewriter(item.id.c_str(), graph.data(), graph.size(), keep.data(), keep.size(), &answer);
+    Ask(rewriter, item.id, graph.data(), graph.size(), keep.data(), keep.size(), &answer);
     GraphDef result;
     if (answer.given && result.ParseFromString(answer.graph)) optimized->Swap(&result);
     return absl::OkStatus();

@@ -28,6 +28,7 @@ log = logging.getLogger("tf_stitch")
 OPTIMIZER = "tf_stitch"
 DRIVER = "/dev/nvidiactl"  # is there where NVIDIA's driver is
 MARK = "tf_stitch__"  # in the trace name of functions made by tf_stitch.function
+INTERRUPTED = -1
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
                              ctypes.c_size_t, ctypes.c_void_p)
 
@@ -207,11 +208,12 @@ def _install() -> None:
     runtime.load()
     lib = runtime.library()
     lib.tf_stitch_set_rewriter.restype = None
-    lib.tf_stitch_set_rewriter.argtypes = [ctypes.c_void_p]
+    lib.tf_stitch_set_rewriter.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     lib.tf_stitch_reply.restype = None
     lib.tf_stitch_reply.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
-    lib.tf_stitch_set_rewriter(ctypes.cast(_callback, ctypes.c_void_p))
-    atexit.register(lib.tf_stitch_set_rewriter, None)  # no calls into an interpreter that is going away
+    interrupt = ctypes.cast(ctypes.pythonapi.PyErr_SetInterrupt, ctypes.c_void_p)
+    lib.tf_stitch_set_rewriter(ctypes.cast(_callback, ctypes.c_void_p), interrupt)
+    atexit.register(lib.tf_stitch_set_rewriter, None, interrupt)  # no calls into an interpreter that is going away
 
 
 # --- the call from TensorFlow --------------------------------------------------------------------------
@@ -229,6 +231,8 @@ def _callback(item, graph, graph_size, keep, keep_size, answer) -> int:
 
             runtime.library().tf_stitch_reply(answer, result, len(result))
         return 1
+    except KeyboardInterrupt:  # cannot pass through TensorFlow: the op library has it come again
+        return INTERRUPTED
     except Exception as error:  # the graph stays as it is
         _warn(f"A graph was left as it is because stitching it failed ({type(error).__name__}: {error}).")
         return 0

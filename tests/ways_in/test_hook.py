@@ -374,3 +374,17 @@ def test_where_there_is_a_gpu_the_compiler_is_found_ahead(monkeypatch, tmp_path)
                 thread.join()
         assert len(begun) == (driver == "driver" and devices is None)
     assert begun == ["tf_stitch_look_ahead"]
+
+
+def test_an_interrupt_while_a_graph_is_stitched_arrives(monkeypatch):
+    """Ctrl-C while kernels are compiled: it is not lost, and the function runs afterwards."""
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    f = tf_stitch.function(lambda x: tf.exp(x) * 2.0 + 1.0)
+    monkeypatch.setattr(hook, "_rewrite", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        f(tf.ones(3))
+        for _ in range(10):  # where the next bytecode is
+            pass
+    np.testing.assert_allclose(f(tf.ones(3)), np.full(3, 2 * np.e + 1), rtol=1e-6)
