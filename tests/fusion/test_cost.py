@@ -10,6 +10,7 @@ from tf_stitch.ir import dims as D
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.graph import Graph
 from tf_stitch.schedule import CUDA, build
+from tf_stitch.schedule.tile import product_tiles
 
 
 def lstm_step(rows: int, units: int = 128, features: int = 28) -> Graph:
@@ -52,3 +53,10 @@ def test_blocks_of_a_product_do_not_all_wait_for_the_same(rows):
 def test_a_range_of_sizes_is_planned_for_its_upper_half():
     sizes = [cost.environments([D.symbol("n", lo, hi)]) for lo, hi in ((1, 32), (17, 32), (0, None), (300, None))]
     assert sizes == [[{"n": 17}, {"n": 32}], [{"n": 17}, {"n": 32}], [{"n": 4}, {"n": 256}], [{"n": 300}, {"n": 300}]]
+
+
+@pytest.mark.parametrize("rows", [D.symbol("n", 0, 64), D.symbol("n", 0)])
+def test_fewer_rows_are_tried_where_their_number_is_unknown(rows):
+    """Twelve heads each: with 33 rows, blocks of 8 heads are half as many as there are cores."""
+    known, unknown = (set(product_tiles((n, 12, 64), CUDA.cores)) for n in (64, rows))
+    assert (1, 4, None) in unknown - known

@@ -21,7 +21,7 @@ from .rules import Box
 from .shared import plan_shared
 from .storage import HEAVY, Storage, weight
 from .target import Target
-from .tile import Axis, Tags, Tile, axes_of, guess, mean, samples
+from .tile import GUESS, Axis, Tags, Tile, axes_of, guess, mean, samples
 
 BLOCK_OVERHEAD = 300  # element operations that starting a block costs
 STAGE_OVERHEAD = 30
@@ -305,8 +305,8 @@ class Attempt:
         return -(-blocks // self.target.cores) * (product_ns(sizes) + others) * (1 + IDLE * idle)
 
     def _sizes(self) -> list[dict[str, int]]:
-        """Sizes of unknown dims that a part should suit: the upper half of a range, or the usual size."""
-        bounds = {s.name: s.hi for s in D.symbols(self.blocks) if isinstance(s.hi, int)}
+        """Sizes of unknown dims that a part should suit: the upper half of a range, or up to the usual size."""
+        bounds = {s.name: s.hi if isinstance(s.hi, int) else max(GUESS, s.lo or 0) for s in D.symbols(self.blocks)}
         return [{name: -(-hi * k // 4) for name, hi in bounds.items()} for k in (4, 3, 2)] if bounds else [{}]
 
     def _stage_ns(self, s: Stage, envs: Sequence[Mapping[str, int]]) -> float:

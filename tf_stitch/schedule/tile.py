@@ -215,7 +215,9 @@ def product_tiles(shape: Shape, cores: int, whole_rows: bool = False) -> Iterato
         across = 1 if panel is None else -(-guess(columns) // panel)
         share = max(-(-rows * across // cores), 1)
         chunk = power_of_two(share)
-        for many in sorted({chunk, min(2 * chunk, rows), min(max(chunk, FEW_ROWS), rows)}):
+        known = all(isinstance(d, int) for d in lead)  # else there may be fewer rows, and all cores should have some
+        fewer = () if known else (max(chunk // 2, 1), max(chunk // 4, 1))
+        for many in sorted({chunk, min(2 * chunk, rows), min(max(chunk, FEW_ROWS), rows), *fewer}):
             yield (*_rows(lead, many), panel)
 
 
