@@ -26,7 +26,7 @@ LEFT_OUT = {
     "CumulativeLogsumexp": "a scan, not elementwise", "Cross": "mixes three elements, not elementwise",
     "Bucketize": "a search, not math", "LRN": "a window over channels", "LRNGrad": "a window over channels",
     "HSVToRGB": "an image op", "RGBToHSV": "an image op", "AdjustHue": "an image op", "AdjustSaturation": "an image op",
-    "AdjustContrastv2": "an image op", "ResizeBilinearGrad": "an image op",
+    "AdjustContrastv2": "an image op",
 }
 
 
