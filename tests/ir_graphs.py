@@ -27,6 +27,7 @@ from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.dims import Dim
 from tf_stitch.ir.dtypes import DTYPES
 from tf_stitch.ir.graph import Graph, Node
+from tf_stitch.ir.ops import OPS
 
 LARGEST = 160  # symbolic dims may be as large as this
 SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 13, 16, 17)  # what symbolic dims are by default
@@ -342,6 +343,13 @@ class Maker:
             n = self.b.ew("int_pow", x, self.b.ew("bit_and", self.mate(x), 3))
         self.add(n, Info(-1e4, 1e4))
 
+    def op_random(self) -> None:
+        """Random words of places, keys and counters that are computed."""
+        parts = [self.pick(self.integer)]
+        while len(parts) < OPS["philox"].arity:
+            parts.append(self.mate(*parts))
+        self.add(self.b.ew("philox", *(self.b.cast(x, "uint64") for x in parts)), Info(-1e4, 1e4))
+
     def op_compare(self) -> None:
         x = self.pick(self.exactly)
         y = self.mate(x, test=self.exactly)
@@ -534,8 +542,9 @@ class Maker:
         out = self.b.segment(kind, x, self.b.const(np.array(starts, np.int32)))
         if kind == "sum":
             self.rounded(out, min(0, i.lo * n), max(0, i.hi * n), n * i.error, 2 + n)
-        elif self.floating(x):  # as of an empty reduction
-            self.add(out, Info(i.lo, i.hi, i.error, min(i.exact, EXACT)))
+        elif self.floating(x):  # nothing folded is an infinity, and a rounded 0 times that another than 0 times it
+            finite = self.b.select(self.b.ew("is_finite", out), out, 0.0)
+            self.add(finite, Info(min(i.lo, 0), max(i.hi, 0), i.error, min(i.exact, EXACT)))
         else:
             self.add(out, Info(-1e4, 1e4))
 
