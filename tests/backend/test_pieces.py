@@ -18,8 +18,9 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 
 @pytest.fixture(params=["nvcc", "NVRTC"])
 def compiler_of(request, monkeypatch, tmp_path):
-    """Which front end compiles; nothing comes from a cache."""
+    """Which front end compiles; nothing comes from a cache, or was begun by who never asked for it."""
     monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(front_end, "_begun", {})
     monkeypatch.setenv(nvrtc.SWITCH, "0" if request.param == "nvcc" else "1")
     if request.param == "NVRTC" and not isinstance(cuda.find_compiler(), cuda.Library):
         pytest.skip("needs NVRTC of nvcc's release")
