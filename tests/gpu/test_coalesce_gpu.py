@@ -14,13 +14,15 @@ from tests.op import programs
 from tests.op.calls import specs_of, stitched
 from tests.op.test_coalesce import call, coalescing, stats
 from tests.op.test_op import chain_in_tf, floats
+from tf_stitch.ir import dims as D
 from tf_stitch.program import serialize
 from tf_stitch.program.program import LibraryStep
 
 pytestmark = pytest.mark.gpu
 
-DEPTH, WIDTH, ROWS = 6, 512, 96
-DEEP = 24  # layers that keep the device busy for longer than TensorFlow needs for a turn of sixteen clients
+DEPTH, WIDTH = 6, 512
+FEW, ROWS = 64, 96  # kernels multiply up to FEW rows, the library multiplies ROWS
+DEEP = 32  # layers that keep the device busy for longer than TensorFlow needs for a turn of sixteen clients
 TURNS = 25  # requests that a client sends without Python in between
 
 
@@ -32,11 +34,18 @@ def layers(x, *weights):
     return tf.nn.softmax(tf.linalg.matmul(heads, heads, transpose_b=True)), tf.reduce_sum(x, 1)
 
 
+def library_calls(programs, rows: int) -> int:
+    """How many products of so many rows the library computes."""
+    sizes = {symbol: rows for p in programs for symbol in p.symbols}
+    return sum(isinstance(s, LibraryStep) and all(D.evaluate(d, sizes) for d in s.dims)
+               for p in programs for s in p.steps)
+
+
 @functools.cache
 def rewritten(rows: int | None, depth: int = DEPTH):
     """The layers as a stitched graph whose kernels can take many requests; weights are its arguments.
 
-    Where the number of rows is known and large, products are library calls; else kernels compute them.
+    Where the number of rows is unknown, kernels multiply FEW of them and fewer.
     """
     specs = [tf.TensorSpec([rows, WIDTH]), *[tf.TensorSpec([WIDTH, WIDTH]), tf.TensorSpec([WIDTH])] * depth]
     with tf.device("/GPU:0"):
@@ -44,8 +53,10 @@ def rewritten(rows: int | None, depth: int = DEPTH):
     options = tf_stitch.Options(target="cuda:sm_90", superkernels=True)
     stitched, _ = tf_stitch.rewrite_graph_def(concrete.graph.as_graph_def(), options=options)
     programs = [serialize.loads(n.attr["program"].s) for n in stitched.node if n.op == "StitchedProgram"]
-    calls = [s for p in programs for s in p.steps if isinstance(s, LibraryStep)]
-    assert programs and bool(calls) == (rows is not None)
+    assert programs
+    for few in range(1, FEW + 1) if rows is None else ():
+        assert not library_calls(programs, few)
+    assert library_calls(programs, rows or ROWS) == depth
     return stitched, [t.name for t in concrete.inputs], [t.name for t in concrete.outputs], rows, depth
 
 
@@ -124,9 +135,11 @@ def test_many_tenants_of_one_model(rows):
 
 
 def test_sixteen_clients_of_four_tenants_of_two_models_share_launches():
-    tenants = [Tenant(rewritten(rows, DEEP), f"client_of_{rows}_{i}", i) for rows in (None, ROWS) for i in range(2)]
-    xs = [np.random.default_rng(i).standard_normal((ROWS, WIDTH)).astype(np.float32) for i in range(2)]
-    cases = [(t, x, t.session.run(t.last, {t.x: x})) for t in tenants for x in xs]
+    cases = []
+    for rows, many in ((None, FEW), (ROWS, ROWS)):
+        tenants = [Tenant(rewritten(rows, DEEP), f"client_of_{rows}_{i}", i) for i in range(2)]
+        xs = [np.random.default_rng(i).standard_normal((many, WIDTH)).astype(np.float32) for i in range(2)]
+        cases += [(t, x, t.session.run(t.last, {t.x: x})) for t in tenants for x in xs]
     with coalescing():
         def client(i: int) -> None:
             tenant, x, want = cases[i % len(cases)]
