@@ -26,6 +26,7 @@ constexpr double kLoss = 1.5;             // company that takes this much longer
 constexpr int kTrials = 3;                // measurements before that is believed: the first are slow
 constexpr int kRetry = 32;                // one in so many refusals is tried anyway: times change
 constexpr int kProbe = 8;                 // likewise of requests that are refused for their own time
+constexpr Micros kLongestWait = 5000000;  // after it a request goes first, whatever its priority: none waits for ever
 constexpr double kRateWindowUs = 500000;  // busy time that the rate of work is taken over
 
 std::string Milliseconds(double us) {
@@ -291,7 +292,9 @@ void Policy::Remove(uint64_t id, Outcome outcome, Micros now) {
 
 // --- choosing --------------------------------------------------------------------------------------------
 
-Micros Policy::LatestStart(const Entry& e) const { return Plus(e.deadline, -kMargin * Remaining(e)); }
+Micros Policy::LatestStart(const Entry& e) const {
+  return std::min(Plus(e.deadline, -kMargin * Remaining(e)), e.arrival + kLongestWait);
+}
 
 // Whether a request of the same kind is a little behind.
 bool Policy::CompanyIsBehind(const Entry& e) const {
@@ -333,7 +336,8 @@ bool Policy::Better(const Candidate& a, const Candidate& b) const {
 
 bool Policy::Next(LaneKind lane, Micros now, Superkernel* out, Micros* wake) {
   *wake = kNever;
-  // On a lane that takes all, best effort runs one superkernel at a time, and only when no latency tenant waits.
+  // On a lane that takes all, best effort runs one superkernel at a time, and only when no latency tenant waits; but
+  // what has waited for very long counts as a latency tenant's: they may be more than the device can do.
   bool may_fill = lane == LaneKind::kBestEffort || (lane == LaneKind::kAny && ready_latency_ == 0 &&
                                                     (best_effort_under_way_ == 0 || held_latency_ == 0));
   Candidate best;
@@ -342,9 +346,10 @@ bool Policy::Next(LaneKind lane, Micros now, Superkernel* out, Micros* wake) {
     Micros due_at = kNever;
     bool full = list.size() >= static_cast<size_t>(options_.max_pack);
     for (Entry* e : list) {
-      if (e->best_effort ? !may_fill : lane == LaneKind::kBestEffort) continue;
+      bool fills = e->best_effort && (lane != LaneKind::kAny || now - e->arrival < kLongestWait);
+      if (fills ? !may_fill : lane == LaneKind::kBestEffort) continue;
       due_at = std::min(due_at, DueAt(*e, full));
-      Candidate mine{cluster, e->best_effort, LatestStart(*e) <= now, LatestStart(*e), e->tenant->used, e};
+      Candidate mine{cluster, fills, LatestStart(*e) <= now, LatestStart(*e), e->tenant->used, e};
       if (Better(mine, c)) c = mine;
     }
     if (!c.leader) continue;

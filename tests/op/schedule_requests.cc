@@ -153,6 +153,22 @@ void LatencyBeforeBestEffort() {
   CHECK(c.Next(LaneKind::kLatency).empty());
 }
 
+// More critical requests than the device can do: what has waited for seconds goes first all the same.
+void NobodyWaitsForEver() {
+  Clock c;
+  TenantOptions filler;
+  filler.best_effort = true;
+  c.policy.SetTenant("filler", filler);
+  CHECK(c.Held(1, "filler", WorkOf({1})));
+  Micros arrival = c.now;
+  for (uint64_t id = 2; id < 42; ++id) CHECK(c.Held(id, "critical", WorkOf({id})));
+  while (c.Next() != Ids{1}) {
+    CHECK(c.now - arrival < 5000000);
+    c.Run(300000);
+  }
+  CHECK(c.now - arrival >= 5000000);
+}
+
 void BestEffortJoinsOnlyWithinSlack() {
   TenantOptions filler;
   filler.best_effort = true;
@@ -908,6 +924,7 @@ int main(int argc, char** argv) {
   StopsWaitingAtItsLimitAndWhenSlackIsGone();
   NoCompanyNoWait();
   LatencyBeforeBestEffort();
+  NobodyWaitsForEver();
   BestEffortJoinsOnlyWithinSlack();
   SharesFollowWeights();
   AdmissionLooksAtTheQueue();

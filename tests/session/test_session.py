@@ -469,6 +469,27 @@ def test_best_effort_begins_when_nobody_else_is_there(gate, beside):
         assert not wait(futures, 10).not_done
 
 
+def test_best_effort_does_not_wait_for_ever(gate, monkeypatch):
+    monkeypatch.setattr("tf_stitch.serving.dispatcher.LONGEST_WAIT_S", 0.3)
+    filler = Gate()
+    with tf_stitch.StitchSession(coalesce=False, threads=4, reserve=1, beside=0) as session:
+        plain = {"warmup": False, "verify": False, "stitch": False}
+        session.add("batch", filler.function, priority="best_effort", **plain)
+        session.add("a", gate.function, **plain)
+        session.add("b", scaled(2.0), **plain)
+        first = session.submit("a", rows(0))
+        gate.arrived()
+        waiting = session.submit("batch", rows(1))
+        check(session.run("b", rows(0)), 2.0, rows(0))
+        assert not filler.entered.acquire(timeout=0.4)  # one of the others runs
+        check(session.run("b", rows(0)), 2.0, rows(0))
+        filler.arrived()  # although it still does
+        assert not first.done()
+        filler.open.set()
+        gate.open.set()
+        assert not wait([first, waiting], 10).not_done
+
+
 def test_no_thread_is_woken_for_what_may_not_run(gate, monkeypatch):
     woken = []
     wake = Dispatcher._wake_one

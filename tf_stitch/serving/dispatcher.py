@@ -26,6 +26,7 @@ from .tally import Tally
 
 THREAD_NAME = "tf_stitch_request"
 NEVER_S = 1e9  # timeouts beyond it (30 years) are none: TensorFlow takes no such numbers of microseconds
+LONGEST_WAIT_S = 5.0  # after it a best-effort request that may run goes first: none waits for ever
 NO_SLO_S = 1.0  # how urgent requests without a deadline are, to order them with others
 now = time.perf_counter
 
@@ -75,7 +76,8 @@ class Tenant:
 class Dispatcher:
     """The pool.  ``threads`` at most; best-effort requests leave ``reserve`` of them free for the others.
 
-    While requests of the others run, best-effort ones begin only while fewer than ``beside`` of them run.
+    While requests of the others run, best-effort ones begin only while fewer than ``beside`` of them run, or after
+    LONGEST_WAIT_S: the others may be more than there is time for.
     """
 
     def __init__(self, threads: int, reserve: int, beside: int) -> None:
@@ -203,13 +205,24 @@ class Dispatcher:
 
     def _runnable(self) -> bool:
         urgent, best_effort = self._ready
-        limit = self.beside if self._running[False] else self.best_effort_limit
-        return bool(urgent or (best_effort and self._running[True] < limit))
+        return bool(urgent or (best_effort and self._may_fill()))
+
+    def _may_fill(self) -> bool:
+        few = self._running[False] and not self._waits_long()
+        return self._running[True] < (self.beside if few else self.best_effort_limit)
+
+    def _overdue(self) -> bool:
+        return self._waits_long() and self._may_fill()
+
+    def _waits_long(self) -> bool:
+        best_effort = self._ready[True]
+        return bool(best_effort) and now() - best_effort[0][2].submitted > LONGEST_WAIT_S
 
     def _pick(self) -> Request | None:
         if not self._runnable():
             return None
-        request = heapq.heappop(self._ready[0] or self._ready[1])[2]
+        urgent, best_effort = self._ready
+        request = heapq.heappop(best_effort if not urgent or self._overdue() else urgent)[2]
         self._running[request.tenant.best_effort] += 1
         request.tenant.running += 1
         return request

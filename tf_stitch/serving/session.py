@@ -73,7 +73,8 @@ class StitchSession:
             (None: where TensorFlow sees a GPU).
           threads: requests that run at once, of all tenants together.
           reserve: threads that best-effort requests leave free (None: a quarter of them).
-          beside: best-effort requests that may run beside others; further ones begin once no other request is there.
+          beside: best-effort requests that may run beside others; further ones begin once no other request is there, or
+            when one has waited for five seconds.
           scheduler_options: what tfs_scheduler_enable takes; see docs/session.md.  Without coalescing they are checked
             and not used.
           options: how models that are not stitched yet are rewritten, with ``target`` as in rewrite_saved_model.
