@@ -769,6 +769,20 @@ def test_collections_are_short_while_a_session_serves(monkeypatch):
     assert gc.get_freeze_count() == 0
 
 
+def test_a_collection_may_end_a_session_that_was_dropped():
+    with tf_stitch.StitchSession(coalesce=False, threads=2, options=NATIVE) as session:
+        dropped = tf_stitch.StitchSession(coalesce=False, threads=2, options=NATIVE)
+        dropped.itself = dropped  # only a collection finds it
+        ended = dropped._end
+        del dropped
+        settling = threading.Thread(target=garbage.settle, daemon=True)
+        settling.start()
+        settling.join(60.0)
+        assert not settling.is_alive() and not ended.alive
+        session.add("a", scaled(2.0))
+        check(session.run("a", rows(0)), 2.0, rows(0))
+
+
 def test_free_memory_goes_back_to_the_system_with_closed_models(monkeypatch):
     monkeypatch.setattr(garbage, "INTERVAL_S", 0.0)
     libc = ctypes.CDLL(None)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 INTERVAL_S = 5.0  # between full collections, at least
-_lock = threading.Lock()
+_lock = threading.RLock()  # a collection may come to sessions that were dropped, which end in it
 _sessions = 0
 _closed = False  # a model, since the last full collection
 _collected = -math.inf  # when that was

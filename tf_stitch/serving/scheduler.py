@@ -12,7 +12,7 @@ from typing import Any
 from .. import runtime
 from ..errors import OptionError, StitchError
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # garbage may be collected under it, and sessions in that end
 _users = 0
 _names: set[str] = set()
 _options: dict[str, Any] = {}
