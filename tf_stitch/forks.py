@@ -24,6 +24,8 @@ KEPT_S = 60.0  # the process that is forked ends when it was not asked for so lo
 class Server:
     """The process that is forked; it ends with this one.
 
+    Where this process is forked by others, its copy starts one of its own.
+
     Args:
       module: the module that it has imported; a fork calls its ``main`` with its end of a connection.
     """
@@ -35,6 +37,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = 0.0  # when it was asked for last
         atexit.register(self.stop)
+        os.register_at_fork(after_in_child=self._forked)
 
     def start(self) -> None:
         """Starts the process unless it runs.  Raises OSError when there is none to be had."""
@@ -65,13 +68,15 @@ class Server:
         self._asked = time.monotonic()
         if self._control is None:
             ours, theirs = socket.socketpair()
-            with theirs:
+            with contextlib.ExitStack() as undo, theirs:
+                undo.callback(ours.close)
                 # Modules are found where this process found them: a file in the working directory may have their names.
                 command = (f"import sys; sys.path[:] = {_path()!r}; from {__name__} import serve; "
                            f"serve({theirs.fileno()}, {self.module!r})")
                 self._process = subprocess.Popen(
                     [sys.executable, "-S", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()])
+                undo.pop_all()
             self._control = ours
             self._look_later(KEPT_S)
         return self._control
@@ -79,7 +84,11 @@ class Server:
     def _look_later(self, seconds: float) -> None:
         timer = threading.Timer(seconds, self._stop_unless_asked)
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError as error:  # no more threads for this user, or Python is ending
+            self._close()
+            raise OSError(str(error)) from None
 
     def _stop_unless_asked(self) -> None:
         with self._lock:
@@ -88,6 +97,13 @@ class Server:
                 self._close()
             elif self._control is not None:
                 self._look_later(left)
+
+    def _forked(self) -> None:
+        """In a copy of this process: the other one is asked by that only, and a thread may have held the lock."""
+        self._lock = threading.Lock()
+        if self._control is not None:
+            self._control.close()
+        self._control = self._process = None
 
     def _close(self) -> None:
         if self._process is not None and self._control is not None:

@@ -109,7 +109,7 @@ class _Helpers:
         try:
             self.helpers += (_Helper(job, self) for _ in range(count))
         except OSError as error:
-            log.warning("A process that plans kernels could not be started (%s); others do its work.", error.strerror)
+            log.warning("A process that plans kernels could not be started (%s); others do its work.", error)
 
     def __enter__(self) -> _Helpers:
         return self
@@ -183,7 +183,11 @@ class _Helper:
         self.stopped = False
         self.connection = _server.fork()
         self.thread = threading.Thread(target=self._talk, daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError as error:  # no more threads for this user, or Python is ending
+            self.connection.close()
+            raise OSError(str(error)) from None
 
     def _talk(self) -> None:
         r = None

@@ -1,7 +1,9 @@
 """Compiling for GPUs on a machine that needs none."""
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
 
 import numpy as np
@@ -46,6 +48,21 @@ def test_code_comes_from_the_cache(monkeypatch, tmp_path):
     made = cuda.compile_text(text, ("sm_90",))
     monkeypatch.setattr(type(cuda.find_compiler()), "make", lambda *args: pytest.fail("compiled again"))
     assert cuda.compile_text(text, ("sm_90",)) == made
+
+
+@needs_nvcc
+def test_a_forked_process_compiles(monkeypatch, tmp_path):
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path))
+    cuda.compile_text(compiler.build_program(softmax_graph(), CUDA).text, ("compute_90",))  # its threads are there
+    text = compiler.build_program(softmax_graph(5), CUDA).text
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(60)  # it would wait for ever for threads that it does not have
+            os._exit(0 if cuda.compile_text(text, ("compute_90",)) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @needs_nvcc

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -101,3 +102,31 @@ def test_what_lies_in_the_working_directory_is_not_imported(server, monkeypatch,
     monkeypatch.chdir(folder)
     with server.fork() as connection:
         assert int(connection.recv(100)) > 0
+
+
+def test_a_copy_of_this_process_has_a_server_of_its_own(server):
+    with server.fork() as connection:
+        assert connection.recv(100)
+        pid = server._process.pid
+        with server._lock:  # as a thread might hold it
+            child = os.fork()
+        if not child:
+            try:
+                with server.fork() as other:
+                    own = bool(other.recv(100)) and server._process.pid != pid
+                server.stop()
+                os._exit(0 if own else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert server._process.poll() is None
+
+
+def test_without_a_thread_to_be_had_there_is_no_process(server, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(OSError, match="can't start new thread"):
+        server.fork()
+    assert server._process is None

@@ -191,6 +191,16 @@ def _process_slots() -> threading.BoundedSemaphore:
     return threading.BoundedSemaphore(usable_cores())
 
 
+def _forked() -> None:
+    """In a forked process threads that are not there may hold these."""
+    global _find_lock
+    _find_lock = threading.Lock()
+    _process_slots.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class Library(Compiler):
     """NVRTC: compiles and assembles each kernel by itself, so that all are ready soon after the last one is known."""
 

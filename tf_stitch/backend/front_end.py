@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -117,3 +118,14 @@ def _forget(runs: Collection[_Run]) -> None:
 def _threads() -> ThreadPoolExecutor:
     """Threads that compile or wait for compilers: as many as there are cores."""
     return ThreadPoolExecutor(usable_cores(), thread_name_prefix="tf_stitch_cuda")
+
+
+def _forked() -> None:
+    """A forked process has none of the threads: what they were to compile never comes."""
+    global _begun_lock
+    _begun_lock = threading.RLock()
+    _begun.clear()
+    _threads.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forked)
