@@ -109,7 +109,8 @@ class _Helpers:
         try:
             self.helpers += (_Helper(job, self) for _ in range(count))
         except OSError as error:
-            log.warning("A process that plans kernels could not be started (%s); others do its work.", error)
+            log.warning("A process that plans kernels could not be started (%s); others do its work.",
+                        error.strerror or error)
 
     def __enter__(self) -> _Helpers:
         return self
