@@ -109,6 +109,16 @@ def test_which_compiler_is_used(monkeypatch):
     assert isinstance(cuda.find_compiler(), cuda.Library)
 
 
+def test_updates_of_a_release_share_no_code(monkeypatch):
+    library = nvrtc.find()
+    if library is None:
+        pytest.skip("needs NVRTC")
+    assert library.build == f"{library.version} {os.path.getsize(nvrtc._file_of(library.lib))}"
+    name = cuda.Library(library).front_end("90").name
+    monkeypatch.setattr(library, "build", f"{library.version} 1")
+    assert cuda.Library(library).front_end("90").name != name
+
+
 def test_nvrtc_alone(monkeypatch, tmp_path):
     if nvrtc.find() is None:
         pytest.skip("needs NVRTC")

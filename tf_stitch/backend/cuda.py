@@ -214,7 +214,7 @@ class Library(Compiler):
     def front_end(self, number: str) -> FrontEnd:
         own = ["-no-cache"] if self.library.release >= CACHES_SINCE else []
         flags = [f"--gpu-architecture=sm_{number}", *FLAGS, "-w", *own]
-        return FrontEnd(" ".join([self.version, *flags]), 0, lambda source: self._run(source, flags))
+        return FrontEnd(" ".join([self.library.build, *flags]), 0, lambda source: self._run(source, flags))
 
     def _run(self, source: str, flags: Sequence[str]) -> Piece:
         ptx, code = self.library.compile(source, flags)

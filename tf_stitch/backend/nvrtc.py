@@ -20,7 +20,14 @@ SWITCH = "TF_STITCH_NVRTC"  # 0: not where there is an nvcc
 
 
 class Nvrtc:
-    """A loaded NVRTC.  Raises OSError when it cannot be loaded."""
+    """A loaded NVRTC.  Raises OSError when it cannot be loaded.
+
+    Attributes:
+      path: the name that it was loaded by.
+      release: as (13, 0).
+      version: the release as text.
+      build: what tells apart the updates of a release too, which all give its version: how long the file is.
+    """
 
     def __init__(self, path: str):
         self.path = path
@@ -31,6 +38,7 @@ class Nvrtc:
         self._check(self.lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         self.release = major.value, minor.value
         self.version = f"nvrtc {major.value}.{minor.value}"
+        self.build = f"{self.version} {os.stat(_file_of(self.lib)).st_size}"
 
     def compile(self, source: str, flags: Sequence[str]) -> tuple[str, bytes]:
         """PTX and machine code of a translation unit.  Raises CompileError with the first error's line."""
@@ -68,6 +76,21 @@ class Nvrtc:
     def _check(self, result: int) -> None:
         if result:
             raise CompileError(f"NVRTC failed: {self.lib.nvrtcGetErrorString(result).decode()}.")
+
+
+class _LinkMap(ctypes.Structure):
+    """The beginning of link_map of <link.h>."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
+
+
+def _file_of(library: ctypes.CDLL) -> str:
+    """The file that a library was loaded from, also where it was named without a folder."""
+    found = ctypes.POINTER(_LinkMap)()
+    link_map = 2  # RTLD_DI_LINKMAP
+    if ctypes.CDLL(None).dlinfo(ctypes.c_void_p(library._handle), link_map, ctypes.byref(found)):
+        raise OSError(f"It is not known where '{library._name}' was loaded from.")
+    return os.fsdecode(found.contents.name)
 
 
 def _load_builtins(path: str) -> list[ctypes.CDLL]:
