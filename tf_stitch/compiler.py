@@ -63,7 +63,7 @@ def compile_together(graphs: Sequence[Graph], options: Options, target: Target |
 
 def compile_texts(texts: Sequence[str], options: Options, tell: Progress,
                   workers: int = 0) -> dict[str, dict[str, bytes]]:
-    """Machine code by text and level.  Compilers are processes or let go of Python, so threads are enough to run many."""
+    """Machine code by text and level.  Compilers run outside of Python, so threads are enough to run many."""
     from .backend import cuda, host
 
     on_gpu = options.target.startswith("cuda")
