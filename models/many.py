@@ -29,6 +29,8 @@ from rich.table import Table
 import tf_stitch
 from tf_stitch import bench
 
+from . import training
+
 STEPS = 10  # calls before results are compared
 FEATURES, DENSE, BATCH = 200, 40, 64
 HEADS = 64
@@ -169,19 +171,13 @@ def make(name: str, system: str) -> Made:
     return Made(system, call, compile_s, results, ops, kernels, traced.gpu_busy_us)
 
 
-def error(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
-    """The largest difference, over what is compared's norm and that of elements of 1e-2 (some stay zero)."""
-    return max(float(np.linalg.norm(g - w) / (np.linalg.norm(w) + 1e-2 * w.size**0.5))
-               for g, w in zip(got, want, strict=True))
-
-
 def run(name: str, systems: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """Measures one case: a row per system."""
     made = [make(name, s) for s in systems]
     times = bench.interleave({m.system: m.call for m in made}, rounds)
     return [{"case": name, "system": m.system, "median_us": 1e6 * float(np.median(times[m.system])),
              "busy_us": m.busy_us, "ops": m.ops, "kernels": m.kernels, "compile_s": m.compile_s,
-             "error": error(m.results, made[0].results)} for m in made]
+             "error": training.error(m.results, made[0].results, 1e-2)} for m in made]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:

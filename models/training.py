@@ -95,9 +95,12 @@ def make(name: str, system: str) -> Step:
     return Step(system, model, call, compile_s, weights, *bench.counts(traced))
 
 
-def error(got: list[np.ndarray], want: list[np.ndarray]) -> float:
-    """The largest difference of a variable, over its norm and that of a step of 1e-3 (some stay zero)."""
-    return max(float(np.linalg.norm(g - w) / (np.linalg.norm(w) + 1e-3 * w.size**0.5))
+def error(got: Sequence[np.ndarray], want: Sequence[np.ndarray], least: float = 1e-3) -> float:
+    """The largest difference of an array, over its norm and that of elements of ``least`` (some stay zero).
+
+    The least of a variable is a step of the optimizer.
+    """
+    return max(float(np.linalg.norm(g - w) / (np.linalg.norm(w) + least * w.size**0.5))
                for g, w in zip(got, want, strict=True))
 
 

@@ -6,7 +6,7 @@ walks is made for each shape signature (program.table here, custom_ops/grid_tabl
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .codegen.grid import GridKernel, emit_grid, emit_pack
@@ -21,6 +21,7 @@ from .schedule.target import Target
 
 STEP_NS = 30_000  # a step estimated to take longer fills the device by itself
 KEEP = "TF_STITCH_KEEP_OPERANDS"  # "1": weights stay on the chip between phases; off until it is measured to pay
+LEAST_BLOCKS = 2  # of a grid on a multiprocessor at once, where its kernels do not say
 MAX_BASES = 256  # bases travel in the launch's parameter, which has 4 KB
 
 
@@ -95,12 +96,26 @@ def _join(program: Program, run: Run, first: int, holders: dict[int, int],
     bases = tuple(dict.fromkeys(holders[b] for s in steps for b in s.buffers if b in holders))
     if len(bases) >= MAX_BASES:
         return None
+    return grid_of(steps, bases, first, tuple(len(p) for p in run.phases), wanted, LEAST_BLOCKS, keeps)
+
+
+def grid_of(steps: Sequence[KernelStep], bases: tuple[int, ...], first: int, phases: tuple[int, ...],
+            wanted: Mapping[str, int], least: int, keeps: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
+            ) -> tuple[Grid, GridKernel]:
+    """The grid of steps that are the program's from ``first`` on, and its kernel.
+
+    Args:
+      bases: the buffers that its launch names.
+      phases: how many of the steps each phase has.
+      wanted: how many blocks a kernel wants on a multiprocessor at once, for those that say so; ``least`` of the grid
+        where none does.
+      keeps: what kernels keep in shared memory (program.program.Grid).
+    """
     words = max(len(s.buffers) + len(s.dims) for s in steps)
     bodies = tuple(dict.fromkeys(s.kernel for s in steps))
-    blocks = max(wanted.get(b, 0) for b in bodies) or 2
-    kernel = (emit_pack if len(run.phases) == 1 else emit_grid)(bodies, 1 + len(bases), words, blocks)
-    return Grid(kernel.name, kernel.bodies, bases, first, tuple(len(p) for p in run.phases),
-                tuple(keeps.get(b, (0, ())) for b in bodies)), kernel
+    blocks = max(wanted.get(b, 0) for b in bodies) or least
+    kernel = (emit_pack if len(phases) == 1 else emit_grid)(bodies, 1 + len(bases), words, blocks)
+    return Grid(kernel.name, bodies, bases, first, phases, tuple((keeps or {}).get(b, (0, ())) for b in bodies)), kernel
 
 
 def _dependences(program: Program) -> list[frozenset[int]]:

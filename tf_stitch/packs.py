@@ -5,12 +5,13 @@ once and finds its blocks' problem in a table (codegen/include/ts_grid.h).
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from . import schedule
+from . import grids, schedule
 from .codegen import emit
-from .codegen.grid import GridKernel, emit_pack
+from .codegen.grid import GridKernel
 from .codegen.kernel import Kernel
 from .codegen.unit import SEPARATOR, blocks_wanted, kernel_texts
 from .errors import Unschedulable
@@ -59,19 +60,21 @@ def pack(graph: Graph, planned: Sequence[Planned], work: Sequence[Work], target:
 def with_grids(program: Program, steps: Sequence[int]) -> tuple[Program, list[GridKernel]]:
     """The program with a grid of one phase for all steps that share a launch, and the grids' kernels."""
     holders = program.holders()
-    grids: list[Grid] = []
-    kernels: dict[str, GridKernel] = {}
-    first = 0
-    for count in steps:
-        for start, end in _launches(program, first, first + count, holders):
-            grid, kernel = _grid(program, start, end, holders)
-            grids.append(grid)
-            kernels[kernel.name] = kernel
-        first += count
-    if not grids:
+    launches = [r for end, count in zip(itertools.accumulate(steps), steps, strict=True)
+                for r in _launches(program, end - count, end, holders)]
+    if not launches:
         return program, []
+    wanted = {name: blocks_wanted(text) for name, text in kernel_texts(program.text).items()}
+    made: list[Grid] = []
+    kernels: dict[str, GridKernel] = {}
+    for start, end in launches:
+        members = [_kernel_step(program, s) for s in range(start, end)]
+        bases = tuple(dict.fromkeys(holders[b] for s in members for b in s.buffers if b in holders))
+        grid, kernel = grids.grid_of(members, bases, start, (len(members),), wanted, 1)
+        made.append(grid)
+        kernels[kernel.name] = kernel
     text = SEPARATOR.join([program.text, *(k.text for k in kernels.values())])
-    return replace(program, grids=grids, text=text), list(kernels.values())
+    return replace(program, grids=made, text=text), list(kernels.values())
 
 
 def _launches(program: Program, first: int, end: int, holders: Mapping[int, int]) -> Iterator[tuple[int, int]]:
@@ -87,16 +90,6 @@ def _launches(program: Program, first: int, end: int, holders: Mapping[int, int]
         bases |= own
     if end - start > 1:
         yield start, end
-
-
-def _grid(program: Program, first: int, end: int, holders: Mapping[int, int]) -> tuple[Grid, GridKernel]:
-    steps = [_kernel_step(program, s) for s in range(first, end)]
-    bases = tuple(dict.fromkeys(holders[b] for s in steps for b in s.buffers if b in holders))
-    bodies = tuple(dict.fromkeys(s.kernel for s in steps))
-    words = max(len(s.buffers) + len(s.dims) for s in steps)
-    texts = kernel_texts(program.text)
-    kernel = emit_pack(bodies, 1 + len(bases), words, max(blocks_wanted(texts[b]) for b in bodies) or 1)
-    return Grid(kernel.name, bodies, bases, first, (len(steps),), tuple((0, ()) for _ in bodies)), kernel
 
 
 def _kernel_step(program: Program, step: int) -> KernelStep:

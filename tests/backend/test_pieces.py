@@ -31,13 +31,19 @@ def is_code(data: bytes) -> bool:
     return all(image.code[:4] == b"\x7fELF" for image in images.unpack(data))
 
 
+def split(text: str, most: int) -> list[str]:
+    """The texts that a front end compiles apart."""
+    directives = pieces.parts(text)[0]
+    return [directives + SEPARATOR.join(some) for some in pieces.share_out(pieces.groups(text), most, pieces.PIECE)]
+
+
 def kernel(name: int, length: int, also: str = "") -> str:
     return f"TS_KERNEL(ts_{name:016x}, 1, 0) {{ {also} }}".ljust(length)
 
 
 def test_pieces_are_about_equal_and_hold_everything() -> None:
     texts = [kernel(i, 1000 * (1 + i % 5)) for i in range(40)]
-    parts = pieces.split(SEPARATOR.join(texts), 4)
+    parts = split(SEPARATOR.join(texts), 4)
     assert len(parts) == 4
     assert sorted(SEPARATOR.join(parts).split("TS_KERNEL")) == sorted(SEPARATOR.join(texts).split("TS_KERNEL"))
     assert max(map(len, parts)) < 1.1 * min(map(len, parts))
@@ -45,19 +51,19 @@ def test_pieces_are_about_equal_and_hold_everything() -> None:
 
 def test_little_text_is_one_piece() -> None:
     texts = [kernel(i, 100) for i in range(40)]
-    assert pieces.split(SEPARATOR.join(texts), 16) == [SEPARATOR.join(texts)]
-    assert pieces.split("", 16) == [""]
+    assert split(SEPARATOR.join(texts), 16) == [SEPARATOR.join(texts)]
+    assert split("", 16) == [""]
 
 
 def test_directives_in_front_are_in_every_piece() -> None:
-    parts = pieces.split(WITH_MANY + SEPARATOR.join(kernel(i, 9000) for i in range(3)), 16)
+    parts = split(WITH_MANY + SEPARATOR.join(kernel(i, 9000) for i in range(3)), 16)
     assert len(parts) == 3 and all(p.startswith(WITH_MANY + "TS_KERNEL") for p in parts)
 
 
 def test_kernels_that_name_each_other_stay_together() -> None:
     texts = [kernel(i, 9000) for i in range(6)]
     texts.append(kernel(9, 9000, "ts_0000000000000001_body(p); ts_0000000000000004_body(p);"))
-    parts = pieces.split(SEPARATOR.join(texts), 16)
+    parts = split(SEPARATOR.join(texts), 16)
     (with_it,) = [p for p in parts if "_body" in p]
     assert len(parts) == 5
     assert re.findall(r"KERNEL\(ts_0*(\d)", with_it) == ["1", "4", "9"]  # in their order
@@ -149,7 +155,7 @@ def test_pieces_and_the_whole_define_the_same(monkeypatch, tmp_path, compiler_of
         if compiler_of == "NVRTC":  # each kernel is in an image, by its name
             found = [name for image in images.unpack(made["sm_90"]) for name in image.names]
             assert sorted(found) == sorted({k.name for k in kernels})
-    assert len(pieces.split(text, 4)) > 1
+    assert len(split(text, 4)) > 1
     entries = {cores: sorted(re.findall(r"\.entry (\w+)", p)) for cores, p in ptx.items()}
     assert entries[1] == entries[4] == sorted({k.name for k in kernels})
 

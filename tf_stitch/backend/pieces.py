@@ -29,18 +29,9 @@ class JoinError(CompileError):
     """PTX that this module does not understand; the text must be compiled as a whole."""
 
 
-def split(text: str, most: int, piece: int = PIECE) -> list[str]:
-    """The kernels of a text in at most ``most`` texts of about the same length, which can be compiled apart.
-
-    A text has ``piece`` characters or more, where there are so many.  Directives of the preprocessor that the text
-    begins with are in every piece.
-    """
-    directives, _ = parts(text)
-    return [directives + SEPARATOR.join(some) for some in share_out(groups(text), most, piece)]
-
-
-def share_out(found: Sequence[str], most: int, piece: int = PIECE) -> list[list[str]]:
-    """Groups of kernels, in at most ``most`` lists of about the same length."""
+def share_out(found: Sequence[str], most: int, piece: int) -> list[list[str]]:
+    """Groups of kernels, in at most ``most`` lists of about the same length, of ``piece`` characters or
+    more where there are so many."""
     count = max(1, min(most, len(found), sum(map(len, found)) // piece))
     bins: list[list[int]] = [[] for _ in range(count)]
     sizes = [0] * count

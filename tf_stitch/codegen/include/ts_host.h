@@ -16,31 +16,23 @@ struct ts_problem {
   extern "C" __attribute__((visibility("default"))) void name( \
       const ts_problem* ts_p, int64_t ts_begin, int64_t ts_end, char* ts_shared, int32_t* ts_status)
 #define TS_KERNEL_WIDE(name, buffers, dims, blocks) TS_KERNEL(name, buffers, dims)
+// A kernel whose blocks find their problem in a table; `run` calls the blocks.
+#define TS_TABLED(run, name, bases, words)                                                                           \
+  static void name##_run(int32_t ts_kernel, const ts_problem* ts_p, int64_t ts_block, char* ts_shared,               \
+                         int32_t* ts_status);                                                                        \
+  extern "C" __attribute__((visibility("default"))) void name(const ts_grid<bases>* p, int64_t blocks, char* shared, \
+                                                              int32_t* status) {                                     \
+    run<words>(*p, (int32_t)blocks, [&](int32_t kernel, const ts_problem* problem, int64_t block) {                  \
+      name##_run(kernel, problem, block, shared, status);                                                            \
+    });                                                                                                              \
+  }                                                                                                                  \
+  static void name##_run(int32_t ts_kernel, const ts_problem* ts_p, int64_t ts_block, char* ts_shared,               \
+                         int32_t* ts_status)
 // A grid kernel: its thread blocks take turns, phase by phase.  `blocks` is at most TS_GRID_MOST.
 #define TS_GRID_MOST 256
-#define TS_GRID(name, bases, words, most)                                                                         \
-  static void name##_run(int32_t ts_kernel, const ts_problem* ts_p, int64_t ts_block, char* ts_shared,            \
-                         int32_t* ts_status);                                                                     \
-  extern "C" __attribute__((visibility("default"))) void name(const ts_grid<bases>* p, int64_t blocks, char* shared, \
-                                                              int32_t* status) {                                  \
-    ts_run_grid<words>(*p, (int32_t)blocks, [&](int32_t kernel, const ts_problem* problem, int64_t block) {       \
-      name##_run(kernel, problem, block, shared, status);                                                         \
-    });                                                                                                           \
-  }                                                                                                               \
-  static void name##_run(int32_t ts_kernel, const ts_problem* ts_p, int64_t ts_block, char* ts_shared,            \
-                         int32_t* ts_status)
+#define TS_GRID(name, bases, words, most) TS_TABLED(ts_run_grid, name, bases, words)
 // A pack: its blocks run one after the other, whatever their number.
-#define TS_PACK(name, bases, words, most)                                                                         \
-  static void name##_run(int32_t ts_kernel, const ts_problem* ts_p, int64_t ts_block, char* ts_shared,            \
-                         int32_t* ts_status);                                                                     \
-  extern "C" __attribute__((visibility("default"))) void name(const ts_grid<bases>* p, int64_t blocks, char* shared, \
-                                                              int32_t* status) {                                  \
-    ts_run_pack<words>(*p, (int32_t)blocks, [&](int32_t kernel, const ts_problem* problem, int64_t block) {       \
-      name##_run(kernel, problem, block, shared, status);                                                         \
-    });                                                                                                           \
-  }                                                                                                               \
-  static void name##_run(int32_t ts_kernel, const ts_problem* ts_p, int64_t ts_block, char* ts_shared,            \
-                         int32_t* ts_status)
+#define TS_PACK(name, bases, words, most) TS_TABLED(ts_run_pack, name, bases, words)
 #define TS_CASE(k, name) \
   if (ts_kernel == (k)) return name(ts_p, ts_block, ts_block + 1, ts_shared, ts_status);
 #define TS_COPY_PIECES  // requests are joined by plain copies
