@@ -161,7 +161,7 @@ def rewrite_model(model: Any, options: Options, progress: Progress | None = None
     """Rewrites every MetaGraph of a SavedModel proto in place."""
     from . import runtime
     from .compiler import check_target
-    from .graph import feeds
+    from .graph import collections, feeds
     from .graph.calls import annotate_variables
     from .graph.rewriter import OP, rewrite
     from .graph.view import op_def
@@ -174,10 +174,11 @@ def rewrite_model(model: Any, options: Options, progress: Progress | None = None
         annotate_variables(meta.graph_def)
         graph, fed = feeds.cut(meta.graph_def, set(_fed(meta)))
         graph, part = rewrite(graph, replace(options, keep=(*keep, *fed)), keep_in=_captured(meta), progress=progress,
-                              runs=_signature_runs(meta, fed))
+                              runs=_model_runs(meta, graph, fed, options.keep))
         feeds.join(graph, fed)
         report.extend(part)
         meta.graph_def.CopyFrom(graph)
+        collections.forget_gone(meta)
         ops = meta.meta_info_def.stripped_op_list
         if ops.op and part.clusters and all(o.name != OP for o in ops.op):
             ops.op.append(op_def(OP))
@@ -198,26 +199,35 @@ def _fed(meta: Any) -> Iterator[str]:
     return (t for s in meta.signature_def.values() for t in _tensors(s.inputs.values()))
 
 
-def _signature_runs(meta: Any, stands: Mapping[str, str]) -> dict[frozenset[str], list[str]]:
-    """What signatures fetch of the main graph, by what they feed; ``stands`` as from feeds.cut."""
+def _model_runs(meta: Any, graph: Any, stands: Mapping[str, str], keep: Iterable[str]
+                ) -> dict[frozenset[str], list[str]]:
+    """What signatures fetch of the main graph, by what they feed, and each node of ``keep`` with what it needs.
+
+    ``graph`` and ``stands`` as from feeds.cut.
+    """
+    from .graph import feeds
+
     placeholder = {tensor: name for name, tensor in stands.items()}
     runs: dict[frozenset[str], list[str]] = {}
     for s in meta.signature_def.values():
-        given = (t.removesuffix(":0") for t in _tensors(s.inputs.values()))
-        fed = frozenset(placeholder.get(t, t.split(":")[0]) for t in given)
+        inputs = (t.removesuffix(":0") for t in _tensors(s.inputs.values()))
+        fed = frozenset(placeholder.get(t, t.split(":")[0]) for t in inputs)
         runs.setdefault(fed, []).extend(t.split(":")[0] for t in _tensors(s.outputs.values()))
+    for given, fetched in feeds.runs_of(graph, keep).items() if runs else ():
+        runs.setdefault(given, []).extend(fetched)
     return runs
 
 
 def _fetchable(meta: Any) -> Iterator[str]:
     """Nodes of the main graph that the MetaGraph names."""
+    from .graph import collections
+
     for s in meta.signature_def.values():
         yield from (t.split(":")[0] for t in _tensors((*s.inputs.values(), *s.outputs.values())))
     saver = meta.saver_def
     saving = saver.filename_tensor_name, saver.save_tensor_name, saver.restore_op_name
     yield from (n.split(":")[0] for n in saving if n)
-    for collection in meta.collection_def.values():
-        yield from (n.split(":")[0] for n in collection.node_list.value)
+    yield from collections.named(meta)
     yield from (a.tensor_info.name.split(":")[0] for a in meta.asset_file_def)
 
 

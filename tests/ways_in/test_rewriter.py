@@ -201,6 +201,15 @@ def test_colocation_with_a_removed_node_is_repaired():
     assert by_name(out)["m"].attr["_class"].list.s == [f"loc:@{node.name}".encode()]
 
 
+def test_colocation_with_what_went_with_a_loop_is_dropped():
+    def graph():
+        x = placeholder(shape=(3, 4))
+        y = tf.scan(lambda a, t: tf.tanh(a * t) + 1, x)
+        tf.identity(tf.gradients(tf.reduce_sum(y), x)[0], name="y")
+
+    check(build(graph), ["y:0"], {"x:0": normal(3, 4)}, clusters=None)  # TensorFlow imports it
+
+
 def test_devices_are_kept():
     def graph():
         with tf.device("/device:CPU:0"):

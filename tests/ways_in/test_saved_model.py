@@ -138,6 +138,37 @@ def test_graph_of_tensorflow_1(tmp_path):
     assert len(report.clusters) == 1 and max(report.errors.values()) < 1e-5
 
 
+def test_graph_of_tensorflow_1_as_it_was_trained(tmp_path):
+    """Loading looks up what makes variables and what is in loops and branches; training goes on after a rewrite."""
+    v1, x = tf.compat.v1, normal(3, 4)
+    v1.disable_control_flow_v2()
+    try:
+        with tf.Graph().as_default(), v1.Session() as session:
+            given, turns = v1.placeholder(tf.float32, (None, 4), "x"), v1.placeholder(tf.int32, (), "turns")
+            w = v1.get_variable("w", (4, 4), use_resource=True)
+            y = tf.while_loop(lambda i, t: i < turns, lambda i, t: (i + 1, tf.tanh(t @ w) * 0.5 + t), (0, given))[1]
+            y = tf.cond(tf.reduce_sum(given) > 0, lambda: tf.nn.softmax(y * 2 + 1), lambda: tf.tanh(y) - 1)
+            y = tf.identity(y, "y")
+            v1.train.GradientDescentOptimizer(0.1).minimize(tf.reduce_sum(y ** 2))
+            session.run(v1.global_variables_initializer())
+            v1.saved_model.simple_save(session, str(tmp_path / "plain"), {"x": given, "turns": turns}, {"y": y})
+    finally:
+        v1.enable_control_flow_v2()
+    report = tf_stitch.rewrite_saved_model(tmp_path / "plain", tmp_path / "stitched", options=NATIVE)
+    assert len(report.clusters) >= 3 and max(report.errors.values()) < 1e-5
+    assert all("gradients" not in node for c in report.clusters for node, _ in c.nodes)
+    found = {}
+    for kind in ("plain", "stitched"):
+        with tf.Graph().as_default(), v1.Session() as session:
+            v1.saved_model.loader.load(session, ["serve"], str(tmp_path / kind))
+            runs = [session.run("y:0", {"x:0": x * sign, "turns:0": n}) for sign, n in ((1, 0), (-1, 3))]
+            session.run(v1.get_collection("train_op"), {"x:0": x, "turns:0": 2})
+            found[kind] = [*runs, session.run(v1.global_variables()[0])]
+            session.run(v1.global_variables_initializer())
+    for got, want in zip(found["stitched"], found["plain"], strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_given_inputs(source, tmp_path):
     np.savez(tmp_path / "in.npz", **{"score/x": normal(2, 4), "mix/x": normal(5, 4), "mix/ids": np.array([7, 0])})
     report = tf_stitch.rewrite_saved_model(source, tmp_path / "a", options=NATIVE, inputs=tmp_path / "in.npz")

@@ -70,7 +70,13 @@ def _placeholder(view: GraphView, name: str, tensor: str) -> node_def_pb2.NodeDe
 
 def runs_of_ends(graph: graph_pb2.GraphDef, keep: Iterable[str]) -> Runs:
     """The runs of a graph whose nodes ``keep``, and those that nothing reads, are each fetched with what it needs."""
-    sources = {n.name: [_written(i).lstrip("^").split(":")[0] for i in n.input] for n in graph.node}
+    read = {s for sources in _sources(graph).values() for s in sources}
+    return runs_of(graph, [*keep, *(n.name for n in graph.node if n.name not in read)])
+
+
+def runs_of(graph: graph_pb2.GraphDef, fetched: Iterable[str]) -> Runs:
+    """The runs of a graph in which each of some nodes is fetched with what it needs."""
+    sources = _sources(graph)
     fed = {n.name: frozenset({n.name} if n.op in MUST_BE_FED else ()) for n in graph.node}
     again = True
     while again:  # nodes may come in any order, and loops go back
@@ -80,9 +86,14 @@ def runs_of_ends(graph: graph_pb2.GraphDef, keep: Iterable[str]) -> Runs:
             again = again or found != fed[name]
             fed[name] = found
     runs: dict[frozenset[str], list[str]] = {}
-    for end in dict.fromkeys([*keep, *(sources.keys() - {s for read in sources.values() for s in read})]):
+    for end in dict.fromkeys(fetched):
         runs.setdefault(fed.get(end, frozenset()), []).append(end)
     return runs
+
+
+def _sources(graph: graph_pb2.GraphDef) -> dict[str, list[str]]:
+    """By node the nodes that it reads or waits for."""
+    return {n.name: [_written(i).lstrip("^").split(":")[0] for i in n.input] for n in graph.node}
 
 
 def needs(view: GraphView, runs: Runs) -> dict[str, frozenset[frozenset[str]]]:

@@ -69,7 +69,8 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
       keep_in: names of nodes that must still be there, by function (``options.keep`` is for the main graph).
       run: names of nodes of the main graph that must still be there and run; nobody reads what they give.
       only: picks the nodes of the main graph that may be stitched (None: all of them).
-      runs: of the main graph, where parts of it may be run (None: it is run as a whole).
+      runs: of the main graph, where parts of it may be run (None: it is run as a whole); what none of them needs
+        stays as it is.
       progress: called with (steps done, steps in all, what was just done).
 
     What cannot be stitched stays as it is, with the reason in the report.  Threads may rewrite at the same time.
@@ -184,6 +185,7 @@ _IS_CHECKPOINT = "it saves or restores variables"
 _IS_GRADIENT = "it is an op's gradient, for those who differentiate the loaded model"
 _IS_CONDITION = "it is a loop's condition, which TensorFlow computes on the host"
 _OUTSIDE = "it is outside of the functions to be stitched"
+_NOT_RUN = "no signature needs it"
 
 
 def _untouchable(graph: graph_pb2.GraphDef) -> dict[str, str]:
@@ -267,6 +269,8 @@ class _Place:
             needs = feeds.needs(self.view, self.runs)
             self.infos = [replace(i, needs=needs.get(i.name, frozenset()))
                           for i in clusters.describe(self.view, self.options)]
+            if self.runs:  # what makes variables or trains is no part of a model that is served
+                self.infos = [i if i.needs else replace(i, why=_NOT_RUN) for i in self.infos]
             if self.only is not None:
                 self.exclude({i.name: _OUTSIDE for i in self.infos if i.name not in self.only})
         except Exception as e:  # nothing that happens here may break the model
@@ -391,7 +395,7 @@ class _Place:
         reports = [self._cluster_report(k, job, infos) for k, job in enumerate(self.jobs)]
         left = [LeftNode(x.node, x.op, x.reason, lower.is_contraction(x.op)) for x in self.found.left]
         # Shape arithmetic that every reader computes for itself is neither stitched nor left.
-        free = sum(r.compute_ops for r in reports) + sum(not x.contraction for x in left)
+        free = sum(r.compute_ops for r in reports) + sum(not x.contraction and x.reason != _NOT_RUN for x in left)
         before = len(_nodes_of(self.source))
         after = before if self.nodes_after < 0 else self.nodes_after
         return GraphReport(self.name, self.why_untouched, before, after, free, reports, left, self._edges())
@@ -520,7 +524,7 @@ class _Edit:
         seen = self.view[node.name]
         loc = [s for s in node.attr["_class"].list.s] if "_class" in node.attr else []
         touched = any(r in self.moved for r in seen.inputs) or any(c in self.moved_control for c in seen.control_inputs)
-        gone = any(_located(s) in self.removed for s in loc)
+        gone = any(_located(s) and not self._is_there(_located(s)) for s in loc)
         if not touched and not gone:
             return node
         out = node_def_pb2.NodeDef()
@@ -534,10 +538,13 @@ class _Edit:
             self._relocate(out, loc)
         return out
 
+    def _is_there(self, name: str) -> bool:
+        return name in self.view and name not in self.removed  # no more: replaced by an op, or dead since loops went
+
     def _relocate(self, node: node_def_pb2.NodeDef, loc: list[bytes]) -> None:
         """Colocation with a removed node: with the op that took its place, else none."""
         kept = [f"loc:@{self.moved_control.get(_located(s), _located(s))}".encode() if _located(s) else s
-                for s in loc if _located(s) not in self.removed or _located(s) in self.moved_control]
+                for s in loc if not _located(s) or self._is_there(_located(s)) or _located(s) in self.moved_control]
         del node.attr["_class"].list.s[:]
         node.attr["_class"].list.s.extend(kept)
         if not kept:
