@@ -94,7 +94,7 @@ def run(workload: Workload, args: argparse.Namespace) -> list[bench.Row]:
     turns = Turns(args.turns, args.lane)
     for system in args.systems if args.turns else ():
         with turns.busy():
-            _start(system)
+            start(system)
     with turns.busy():
         runners = {(s, d): runner(workload, s, args.batch, d) for d in args.shapes for s in args.systems
                    if not (d and s in FIXED and False in args.shapes)}
@@ -125,7 +125,7 @@ def run(workload: Workload, args: argparse.Namespace) -> list[bench.Row]:
     return _in_order(list(rows.values()), args)
 
 
-def _start(system: str) -> None:
+def start(system: str) -> None:
     """What the first call of any function in a process loads is not in the first workload's compile time."""
     def small(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
         y = tf.nn.conv2d(x, w, 1, "SAME")

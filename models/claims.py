@@ -18,7 +18,7 @@ from typing import Any
 from tf_stitch.bench import Row, ratio
 
 from . import bench as models_bench
-from . import dynamic, restart
+from . import dynamic, restart, xla_compiles
 
 TWICE = ("lr", "w2v", "rnn", "birnn", "dien", "nmt")  # at least twice as fast as XLA
 FEWER = ("lr", "w2v", "rnn", "birnn", "speech", "nmt")  # fewer kernels than XLA
@@ -47,7 +47,7 @@ def claims(document: Mapping[str, Any]) -> list[Claim]:
     return [*_checks(document.get("checks") or {}), *_latency(rows, names), *_kernels(rows),
             _bandwidth(rows, document.get("runs") or {}),
             *_compile(rows, names), *_errors(rows), _restart(document.get("restart") or {}),
-            *_dynamic(document.get("dynamic") or ())]
+            *_dynamic(document.get("dynamic") or (), document.get("xla_compiles") or ())]
 
 
 def _checks(found: Mapping[str, Mapping[str, Any]]) -> Iterable[Claim]:
@@ -142,10 +142,16 @@ def _restart(found: Mapping[str, Mapping[str, Any]]) -> Claim:
     return Claim("a second process answers in under 1 s", kept, text)
 
 
-def _dynamic(found: Sequence[dict[str, Any]]) -> Iterable[Claim]:
-    for one in found:
-        short = dynamic.verdicts(one)
-        yield Claim("many batch sizes", not short, "; ".join([dynamic.line(one), *short]))
+def _dynamic(found: Sequence[dict[str, Any]], xla: Sequence[dict[str, Any]]) -> Iterable[Claim]:
+    """One rewrite for many batch sizes, and what XLA takes to compile for them."""
+    beside = {one["workload"]: xla_compiles.line(one) for one in xla}
+    ours = {one["workload"]: one for one in found}
+    for name in dict.fromkeys([*ours, *beside]):
+        short = dynamic.verdicts(ours[name]) if name in ours else []
+        texts = [*([dynamic.line(ours[name])] if name in ours else []), *([beside[name]] if name in beside else []),
+                 *short]
+        compared = name in ours and bool(ours[name]["samples"])
+        yield Claim(f"many batch sizes, {name}", not short if compared or short else None, "; ".join(texts))
 
 
 def _at_least(what: str, value: float | None, least: float) -> Claim:

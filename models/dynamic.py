@@ -1,22 +1,24 @@
-"""One rewrite, many batch sizes, beside a rewrite and an XLA compile for each size.
+"""One rewrite, many batch sizes, beside a rewrite for each of some sizes.
 
-    python -m models.dynamic [--workloads layernorm,rnn,dlrm] [--sizes 100] [--compared 100] [--xla-seconds 20]
+    python -m models.dynamic [--workloads lr,rnn,dlrm] [--sizes 100] [--compared 1,3,8,19,33,100] [--seconds 150]
 
-The rewrites for single sizes are made by several processes side by side, which then wait and are timed one after the
-other; what compiles in a time that is told does so alone.  Those of several workloads can all be made first
-(:func:`prepare`).
+Each workload has a process of its own.  All of them prepare side by side - the one rewrite, those for single sizes -
+until half of the time is over; then they measure one after the other, while nothing else runs.  What XLA's compiles
+for the same sizes take is :mod:`models.xla_compiles`'s.
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,75 +30,196 @@ import numpy as np
 from tf_stitch import bench, hook, runtime
 
 from . import bench as models_bench
-from .workloads import REGISTRY, Workload
+from .workloads import REGISTRY, Workload, select
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHIN = 1.10  # how much slower than its own static rewrite a batch size may be
-DOUBTFUL = 1.05  # a ratio that is measured again, longer: one of a hundred sizes looks slow by chance
+DOUBTFUL = 1.05  # a ratio that is measured again, longer: one of many sizes looks slow by chance
 AGAIN = 4  # so many times the rounds
+TRACED = 5  # calls whose time on the GPU is averaged
+TELLING = "1,3,8,19,33,100"  # one row, a few, within and just beyond ranges that have plans of their own, many
+SHARE_TO_PREPARE = 0.5  # of the time
 
 
-def experiment(workload: Workload, sizes: Sequence[int], *, compared: int = 100, rounds: int = 10,
-               round_s: float = 0.005, xla_latencies: int = 5, xla_seconds: float = 20.0,
-               processes: int = 0, ahead: Comparison | None = None) -> dict[str, Any]:
-    """What serving every size of ``sizes`` costs.
+def spread(sizes: Sequence[int], count: int) -> list[int]:
+    """``count`` of the sizes, evenly spread, both ends among them."""
+    places = np.linspace(0, len(sizes) - 1, min(count, len(sizes))).round().astype(int)
+    return [sizes[i] for i in dict.fromkeys(places.tolist())]
+
+
+def spread_first(sizes: Sequence[int]) -> list[int]:
+    """The sizes in an order whose beginnings are spread, too."""
+    return list(dict.fromkeys(size for count in range(1, len(sizes) + 1) for size in spread(sizes, count)))
+
+
+def which(compared: str, sizes: Sequence[int]) -> list[int]:
+    """The sizes to compare: "6" is so many, spread; "1,19,100" are these, as far as they are among ``sizes``."""
+    if "," not in compared:
+        return spread(sizes, int(compared))
+    return [size for size in map(int, compared.split(",")) if size in sizes]
+
+
+# --- a workload's process, from outside ---------------------------------------------------------------
+
+class Comparison:
+    """A process that prepares a workload's rewrites, then waits, and measures when it is told to."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str]):
+        self.name, self.process = name, process
+        self.waiter = threading.Thread(target=self._first_line, daemon=True)
+        self.waiter.start()
+
+    def _first_line(self) -> None:
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+
+    def wait(self, seconds: float) -> None:
+        """Returns once it has all that it will measure, or is dead; ends it when it does not get ready in time."""
+        self.waiter.join(max(0.0, seconds))
+        if self.waiter.is_alive():
+            self.process.kill()
+            self.waiter.join()
+
+    def result(self, seconds: float = float("inf")) -> dict[str, Any]:
+        """What it measures, as :func:`measured` returns it; sizes that come after ``seconds`` are left out.
+
+        Raises RuntimeError when the process died, or was ended because it was not ready in time.
+        """
+        self.waiter.join()
+        text = ""
+        with contextlib.suppress(BrokenPipeError):
+            text, _ = self.process.communicate(f"{seconds}\n")
+        if self.process.returncode or not text:
+            raise RuntimeError(f"the process that compares batch sizes of {self.name} ended with status "
+                               f"{self.process.returncode}")
+        return json.loads(text.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def prepare(workload: Workload, sizes: Sequence[int], at: Sequence[int], *, rounds: int = 10, round_s: float = 0.005,
+            xla_latencies: int = 0, seconds: float = float("inf"), cache: Path | None = None) -> Iterator[Comparison]:
+    """Begins what :func:`measured` measures, in another process, which it ends at last.
 
     Args:
       workload: the workload.
-      sizes: batch sizes, each called with one and the same function.
-      compared: for so many of them, evenly spread, the latency is compared with that of a rewrite for just that size,
-        interleaved.
+      sizes: batch sizes, each called with one and the same function; the first call of all has the last one.
+      at: of these, sizes that are compared with rewrites for just that size.
       rounds, round_s: of the comparison.
       xla_latencies: so many of the compared sizes are timed on XLA, too.
-      xla_seconds: XLA compiles size after size until this time is over; the rest is extrapolated from their mean.
-      processes: how many make the rewrites for single sizes (0: three for four cores).
-      ahead: what :func:`prepare` began; it is used up, and the five arguments that it got do not count.
+      seconds: no more rewrites are begun then: but for the first, sizes that have none by then are not compared.
+      cache: folder of compiled kernels and plans (None: nothing is taken from a cache).
+    """
+    command = [sys.executable, "-m", "models.dynamic", "--here", f"--workloads={workload.name}",
+               f"--called={sizes[0]},{sizes[-1]}", f"--rounds={rounds}", f"--round-s={round_s}",
+               f"--until={time.time() + seconds}", f"--compared={','.join(map(str, at))},",
+               f"--xla-at={','.join(map(str, spread(at, xla_latencies)))}", *([f"--cache={cache}"] if cache else [])]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield Comparison(workload.name, process)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def experiments(workloads: Sequence[Workload], sizes: Sequence[int], at: Sequence[int], end: float, *,
+                cache: Path | None = None, **how: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """For each workload its name and what measures it (:meth:`Comparison.result`), after all were prepared.
+
+    Args:
+      workloads: prepared side by side until half of the time is over, then measured one after the other.
+      sizes, at, how: see :func:`prepare`.
+      end: when all should be over; what one leaves of its part of the time the next ones have.
+      cache: folder with a cache for each workload, by its name (None: nothing is taken from a cache).
+    """
+    seconds = (end - time.time()) * SHARE_TO_PREPARE
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(prepare(w, sizes, at, seconds=seconds, cache=cache and cache / w.name, **how))
+                   for w in workloads]
+        for comparison in running:
+            comparison.wait((end - time.time()) / 2)  # the rewrite that it began last may take long
+        for k, comparison in enumerate(running):
+            yield comparison.name, functools.partial(_in_turn, comparison, len(running) - k, end)
+
+
+def _in_turn(comparison: Comparison, left: int, end: float) -> dict[str, Any]:
+    """Measures in its share of the time, of which ``left`` workloads have equal ones."""
+    return comparison.result((end - time.time()) / left)
+
+
+# --- a workload's process, from inside ----------------------------------------------------------------
+
+def _here(workload: Workload, args: argparse.Namespace) -> None:
+    """Prepares, says so, and measures when told to."""
+    first, last = map(int, args.called.split(","))
+    sizes = range(first, last + 1)
+    with models_bench.cache(args.cache) if args.cache else models_bench.fresh_cache():
+        one = models_bench.runner(workload, "stitched", last, True)
+        compile_s = bench.first_call_s(one)
+        made: dict[int, dict[str, bench.Call]] = {}  # by size
+        for size in spread_first([int(s) for s in args.compared.split(",") if s]):
+            if not made or time.time() < args.until:
+                made[size] = _calls(workload, one, size)
+        for size in (int(s) for s in args.xla_at.split(",") if s):
+            if size in made and time.time() < args.until:
+                made[size]["xla"] = models_bench.runner(workload, "xla", size, False)
+                made[size]["xla"]()
+        print("ready", flush=True)
+        seconds = sys.stdin.readline()
+        if seconds:  # else the process that waits for this one is gone
+            found = measured(workload, one, sizes, made, args.rounds, args.round_s, time.time() + float(seconds))
+            print(json.dumps({**found, "compile_s": compile_s}))
+
+
+def _calls(workload: Workload, one: models_bench.Runner, size: int) -> dict[str, bench.Call]:
+    """The function for all sizes, whose first call with this one is timed later, and a rewrite for this one."""
+    args, static = one.instance.inputs(size), models_bench.runner(workload, "stitched", size, False)
+    static()
+    return {"dynamic": lambda: bench.finish(one.function(*args)), "static": static}
+
+
+def measured(workload: Workload, one: models_bench.Runner, sizes: Sequence[int],
+             compared: Mapping[int, Mapping[str, bench.Call]], rounds: int, round_s: float, end: float
+             ) -> dict[str, Any]:
+    """What serving every size of ``sizes`` costs, until the time is ``end``.
+
+    Args:
+      workload: the workload.
+      one: its one rewrite, called before with the last size only.
+      sizes: batch sizes that it is called with, in half of the time.
+      compared: by batch size, "dynamic" (the one rewrite), "static" (one for just that size), perhaps "xla"; those but
+        the first were called before.
+      rounds, round_s: of the comparison, which is interleaved.
+      end: no more sizes are compared then.
 
     Returns:
-      ``rewrites`` and ``plans``: graphs rewritten and shapes planned after the first call; ``first_call_us`` and
-      ``latency_us`` by size (one call, and the least of a few); ``samples``: batch, ``dynamic_us``, ``static_us``,
-      ``ratio`` (dynamic over static, the median of the rounds), some with ``xla_us``; ``worst_ratio``; ``compile_s``
-      of the one rewrite; ``xla_compiled`` sizes, their ``xla_compile_s`` in all, and ``xla_all_s``: that, or its
-      extrapolation to all sizes when ``xla_extrapolated``.
+      ``sizes``: those called; ``rewrites`` and ``plans``: graphs rewritten and shapes planned meanwhile;
+      ``first_call_us`` and ``latency_us`` by size (one call, and the least of a few); ``samples``: batch,
+      ``dynamic_us``, ``static_us``, ``ratio`` (dynamic over static, the median of the rounds), on a GPU
+      ``dynamic_busy_us`` and ``static_busy_us`` (kernels and copies of a call), some with ``xla_us``;
+      ``worst_ratio``, None without samples.
     """
-    say = _progress(workload.name)
-    found = _one_for_all(workload, sizes)
-    say(f"{len(sizes)} sizes called, {found['rewrites']} rewrites after the first, of {found['compile_s']:.1f} s")
-    with contextlib.ExitStack() as stack:
-        ready = ahead or stack.enter_context(prepare(workload, sizes, compared=compared, rounds=rounds, round_s=round_s,
-                                                     xla_latencies=xla_latencies, processes=processes))
-        samples = ready.samples()
-    say(f"{len(samples)} sizes compared")
-    xla = list(_xla_compiles(workload, _spread(sizes, len(sizes))[::-1], xla_seconds))
-    say(f"{len(xla)} XLA compiles in {sum(xla):.1f} s")
-    return found | {"samples": samples, "worst_ratio": max(s["ratio"] for s in samples), "xla_compiled": len(xla),
-                    "xla_compile_s": sum(xla), "xla_mean_compile_s": statistics.mean(xla),
-                    "xla_all_s": statistics.mean(xla) * len(sizes), "xla_extrapolated": len(xla) < len(sizes)}
+    called = _called(one, sizes, time.time() + (end - time.time()) / 2)
+    samples = [_sample(size, calls, rounds, round_s) for size, calls in compared.items() if time.time() < end]
+    return {"workload": workload.name, **called, "samples": sorted(samples, key=lambda s: s["batch"]),
+            "worst_ratio": max((s["ratio"] for s in samples), default=None)}
 
 
-def _progress(name: str) -> Callable[[str], None]:
-    start = time.monotonic()
-    return lambda what: print(f"  {name}, after {time.monotonic() - start:.0f} s: {what}", file=sys.stderr, flush=True)
-
-
-def _one_for_all(workload: Workload, sizes: Sequence[int]) -> dict[str, Any]:
-    """One function called with every size."""
-    one = models_bench.runner(workload, "stitched", sizes[-1], True)
-    compile_s = bench.first_call_s(one)
-    rewrites, plans = _rewrites(), runtime.counters().plans
-    first, usual = [], []
+def _called(one: models_bench.Runner, sizes: Sequence[int], end: float) -> dict[str, Any]:
+    """Calls with one size after the other."""
+    rewrites, plans = len(hook.reports()), runtime.counters().plans
+    first: list[float] = []
+    usual: list[float] = []
     for size in sizes:
+        if time.time() > end:
+            break
         args = one.instance.inputs(size)
         times = [_seconds(one.function, args) for _ in range(6)]
         first.append(times[0])
         usual.append(min(times[1:]))
-    return {"workload": workload.name, "sizes": list(sizes), "compile_s": compile_s,
-            "rewrites": _rewrites() - rewrites, "plans": runtime.counters().plans - plans,
-            "first_call_us": [round(t * 1e6, 1) for t in first], "latency_us": [round(t * 1e6, 1) for t in usual]}
-
-
-def _rewrites() -> int:
-    return len(hook.reports())
+    return {"sizes": list(sizes[:len(first)]), "rewrites": len(hook.reports()) - rewrites,
+            "plans": runtime.counters().plans - plans, "first_call_us": [round(t * 1e6, 1) for t in first],
+            "latency_us": [round(t * 1e6, 1) for t in usual]}
 
 
 def _seconds(function: Any, args: Sequence[Any]) -> float:
@@ -105,122 +228,28 @@ def _seconds(function: Any, args: Sequence[Any]) -> float:
     return time.perf_counter() - start
 
 
-def _spread(sizes: Sequence[int], count: int) -> list[int]:
-    places = np.linspace(0, len(sizes) - 1, min(count, len(sizes))).round().astype(int)
-    return [sizes[i] for i in dict.fromkeys(places.tolist())]
-
-
-def _spread_first(sizes: Sequence[int]) -> list[int]:
-    """The sizes in an order whose beginnings are spread, too."""
-    return list(dict.fromkeys(size for count in range(1, len(sizes) + 1) for size in _spread(sizes, count)))
-
-
-def _xla_compiles(workload: Workload, sizes: Sequence[int], seconds: float) -> Iterator[float]:
-    """Seconds of XLA's compile for each size, at least one, until ``seconds`` are over."""
-    end = time.monotonic() + seconds
-    for k, size in enumerate(sizes):
-        if k and time.monotonic() > end:
-            return
-        yield bench.first_call_s(models_bench.runner(workload, "xla", size, False))
-
-
-# --- rewrites for single sizes, in processes of their own -------------------------------------------
-
-class Comparison:
-    """Processes that each hold the function for all sizes and rewrites for some of them."""
-
-    def __init__(self, running: Sequence[subprocess.Popen[str]]):
-        self.running, self.awaited = running, list(running)
-
-    def wait(self) -> None:
-        """Returns once they have all that they will time."""
-        while self.awaited:
-            self.awaited.pop().stdout.readline()
-
-    def samples(self) -> list[dict[str, Any]]:
-        """A sample for each size; raises RuntimeError when a process dies."""
-        self.wait()
-        return sorted((s for p in self.running for s in _timed(p)), key=lambda s: s["batch"])
-
-
-@contextlib.contextmanager
-def prepare(workload: Workload, sizes: Sequence[int], *, compared: int, rounds: int = 10, round_s: float = 0.005,
-            xla_latencies: int = 5, processes: int = 0, seconds: float = float("inf")) -> Iterator[Comparison]:
-    """Begins what :func:`experiment` compares, whose arguments these are; ends what is not used of it.
-
-    After ``seconds`` no more rewrites are made: sizes that have none by then are not compared.
-    """
-    at = _spread(sizes, compared)
-    xla = _spread(at, xla_latencies)
-    count = min(processes or max(1, len(os.sched_getaffinity(0)) * 3 // 4), len(at))
-    running: list[subprocess.Popen[str]] = []
-    try:
-        for k in range(count):
-            running.append(_process(workload.name, at[k::count], xla, rounds, round_s, time.time() + seconds))
-        yield Comparison(running)
-    finally:
-        for p in running:
-            if p.poll() is None:
-                p.kill()
-                p.communicate()
-
-
-def _process(name: str, sizes: Sequence[int], xla: Sequence[int], rounds: int, round_s: float,
-             end: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "models.dynamic", "--here", f"--workloads={name}", f"--rounds={rounds}",
-               f"--round-s={round_s}", f"--until={end}", "--at", *map(str, sizes),
-               "--xla-at", *(str(s) for s in sizes if s in xla)]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def _timed(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    """Lets a process measure; the others wait."""
-    text, _ = process.communicate("go\n")
-    if process.returncode or not text:
-        raise RuntimeError(f"a process that compares batch sizes died with status {process.returncode}")
-    return json.loads(text.splitlines()[-1])
-
-
-def _compare_here(workload: Workload, args: argparse.Namespace) -> None:
-    """Prepares, says so, and measures when told to."""
-    one = models_bench.runner(workload, "stitched", args.at[-1], True)
-    one()
-    made = {}
-    for size in _spread_first(args.at):
-        if not made or time.time() < args.until:
-            made[size] = _calls(workload, one, size, size in args.xla_at)
-    print("ready", flush=True)
-    if sys.stdin.readline():  # else the process that waits for this one is gone
-        print(json.dumps([_sample(size, calls, args.rounds, args.round_s) for size, calls in made.items()]))
-
-
-def _calls(workload: Workload, one: models_bench.Runner, size: int, xla: bool) -> dict[str, bench.Call]:
-    """The function for all sizes, a rewrite for this one, perhaps XLA: each called once."""
-    args = one.instance.inputs(size)
-    calls: dict[str, bench.Call] = {"dynamic": lambda: bench.finish(one.function(*args)),
-                                    "static": models_bench.runner(workload, "stitched", size, False)}
-    if xla:
-        calls["xla"] = models_bench.runner(workload, "xla", size, False)
-    for call in calls.values():
-        call()
-    return calls
-
-
-def _sample(size: int, calls: dict[str, bench.Call], rounds: int, round_s: float) -> dict[str, Any]:
-    times = bench.interleave(calls, rounds, round_s)
+def _sample(size: int, calls: Mapping[str, bench.Call], rounds: int, round_s: float) -> dict[str, Any]:
+    times = bench.interleave(dict(calls), rounds, round_s)
     if _ratio(times) > DOUBTFUL:
-        times = bench.interleave(calls, AGAIN * rounds, round_s)
+        times = bench.interleave(dict(calls), AGAIN * rounds, round_s)
     medians = {f"{k}_us": round(statistics.median(v) * 1e6, 1) for k, v in times.items()}
-    return {"batch": size, **medians, "ratio": round(_ratio(times), 3)}
+    busy = {f"{k}_busy_us": us for k in ("dynamic", "static") if (us := _busy_us(calls[k])) is not None}
+    return {"batch": size, **medians, **busy, "ratio": round(_ratio(times), 3)}
 
 
-def _ratio(times: dict[str, list[float]]) -> float:
+def _ratio(times: Mapping[str, Sequence[float]]) -> float:
     return statistics.median(a / b for a, b in zip(times["dynamic"], times["static"], strict=True))
 
 
-# --- what it says -----------------------------------------------------------------------------------
+def _busy_us(call: bench.Call) -> float | None:
+    """Microseconds that a call keeps a GPU busy, by the profiler; None without a GPU."""
+    us = bench.trace(lambda: [call() for _ in range(TRACED)]).gpu_busy_us
+    return None if us is None else round(us / TRACED, 1)
 
-def verdicts(found: dict[str, Any]) -> list[str]:
+
+# --- what it says -------------------------------------------------------------------------------------
+
+def verdicts(found: Mapping[str, Any]) -> list[str]:
     """What falls short: something was rewritten again, or a size is slower than with a rewrite of its own."""
     out = []
     if found["rewrites"]:
@@ -230,37 +259,60 @@ def verdicts(found: dict[str, Any]) -> list[str]:
     return out
 
 
-def line(found: dict[str, Any]) -> str:
+def line(found: Mapping[str, Any]) -> str:
     """The result in a sentence."""
-    about = "extrapolated from" if found["xla_extrapolated"] else "measured:"
+    slowest = max(found["first_call_us"], default=0.0) / 1e3
+    batches = ", ".join(str(s["batch"]) for s in found["samples"])
+    compared = f"batches {batches} take at most {found['worst_ratio']:.2f} times a static rewrite's time" \
+        if found["samples"] else "no size was compared"
     return (f"{found['workload']}, {len(found['sizes'])} batch sizes: {found['rewrites']} rewrites and "
             f"{found['plans']} plans after one rewrite of {found['compile_s']:.1f} s; slowest first call "
-            f"{max(found['first_call_us']) / 1e3:.1f} ms; {len(found['samples'])} sizes take at most "
-            f"{found['worst_ratio']:.2f} times a static rewrite's time; "
-            f"XLA compiles for {found['xla_all_s']:.0f} s ({about} {found['xla_compiled']} compiles)")
+            f"{slowest:.1f} ms; {compared}")
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines: what calls of the one rewrite take over those of a rewrite for their size, a row for each workload."""
+    sizes = sorted({s["batch"] for found in rows for s in found["samples"]})
+    if not sizes:
+        return []
+    lines = ["", "One rewrite for all batch sizes over one for each: latency (time on the GPU), by batch size",
+             f"{'':12}" + "".join(f"{size:>14}" for size in sizes)]
+    for found in rows:
+        cells = {s["batch"]: _cell(s) for s in found["samples"]}
+        lines.append(f"{found['workload']:12}" + "".join(f"{cells.get(size, '-'):>14}" for size in sizes))
+    return lines
+
+
+def _cell(sample: Mapping[str, Any]) -> str:
+    busy = f" ({sample['dynamic_busy_us'] / sample['static_busy_us']:.2f})" if "static_busy_us" in sample else ""
+    return f"{sample['ratio']:.2f}{busy}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a line and a JSON document per workload; exit status 1 when one falls short."""
     parser = argparse.ArgumentParser("python -m models.dynamic", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workloads", default="layernorm,rnn,dlrm", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--workloads", default="lr,rnn,dlrm", help="comma-separated (default: %(default)s)")
     parser.add_argument("--sizes", type=int, default=100, help="batch sizes from 1 (default: %(default)s)")
-    parser.add_argument("--compared", type=int, default=100, help="of them compared with rewrites of their own")
-    parser.add_argument("--xla-seconds", type=float, default=20.0, help="time for XLA compiles, per workload")
+    parser.add_argument("--compared", default=TELLING, help="of them compared with rewrites of their own: "
+                        "comma-separated, or how many (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=150.0, help="in all (default: %(default)s)")
+    parser.add_argument("--xla-latencies", type=int, default=0, help="compared sizes to be timed on XLA, too")
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds of a comparison")
     parser.add_argument("--round-s", type=float, default=0.005, help="seconds of a round for each system")
+    parser.add_argument("--cache", type=Path, help="folder of compiled kernels and plans (default: a new one)")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
-    parser.add_argument("--at", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
-    parser.add_argument("--xla-at", type=int, nargs="*", default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--called", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--xla-at", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.here:
-        _compare_here(REGISTRY[args.workloads], args)
+        _here(REGISTRY[args.workloads], args)
         return 0
-    short = []
-    for name in args.workloads.split(","):
-        found = experiment(REGISTRY[name], range(1, args.sizes + 1), compared=args.compared, rounds=args.rounds,
-                           round_s=args.round_s, xla_seconds=args.xla_seconds)
+    sizes, short = range(1, args.sizes + 1), []
+    for _, measure in experiments(select(args.workloads), sizes, which(args.compared, sizes),
+                                  time.time() + args.seconds, rounds=args.rounds, round_s=args.round_s,
+                                  xla_latencies=args.xla_latencies, cache=args.cache):
+        found = measure()
         short += verdicts(found)
         print(line(found), json.dumps(found), sep="\n", flush=True)
     print("\n".join(short))

@@ -5,11 +5,11 @@ benchmark.
 
 Parts: ``tests`` pytest on tests/gpu; ``kernels`` every primitive and random graphs against the interpreter;
 ``sanitize`` some of them under compute-sanitizer; ``workloads`` stitched against TensorFlow; ``bench`` TensorFlow, XLA
-and stitched, the batch known and unknown; ``dynamic`` one rewrite for many batch sizes; ``restart`` a second process
-with a full cache; ``peers`` JAX and PyTorch.  Each runs in a process of its own and writes DIR/PART.json after every
-step; a process that dies is started again behind the step that killed it, and a second run goes on where the first one
-ended.  At the end DIR/summary.txt, DIR/results.json and .txt (tables, promises kept or not) and plots are made of all
-that is known.
+and stitched, the batch known and unknown; ``dynamic`` one rewrite for many batch sizes; ``xla_compiles`` XLA's compiles
+for these; ``restart`` a second process with a full cache; ``peers`` JAX and PyTorch.  Each runs in a process of its own
+and writes DIR/PART.json after every step; a process that dies is started again behind the step that killed it, and a
+second run goes on where the first one ended.  At the end DIR/summary.txt, DIR/results.json and .txt (tables, promises
+kept or not) and plots are made of all that is known.
 """
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 
 WEIGHTS = {"tests": 1.5, "sanitize": 1.0, "kernels": 1.0, "workloads": 1.0, "memory": 0.7, "bench": 5.0,
-           "dynamic": 1.5, "restart": 1.0, "peers": 3.0}  # of the time
+           "dynamic": 1.5, "xla_compiles": 3.0, "restart": 1.0, "peers": 3.0}  # of the time
 PARTS = tuple(WEIGHTS)
 ROOT = Path(__file__).resolve().parents[1]
 STARTED = 2  # processes in a lane of the benchmark: starting TensorFlow takes longer than measuring most workloads
@@ -392,28 +392,24 @@ def _copy_bandwidth() -> dict[str, Any]:
 
 
 def dynamic_batches(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """One rewrite for many batch sizes.  What it is compared with is made for all workloads first, in half the time."""
-    from . import bench as models_bench
+    """One rewrite for many batch sizes.  All workloads are prepared first, in half of the time."""
     from . import dynamic
     from .workloads import select
 
-    sizes, chosen = range(1, args.sizes + 1), select(args.dynamic)
-    processes = max(1, len(os.sched_getaffinity(0)) * 3 // 4 // len(chosen))
+    done, sizes = Record(args.out / "dynamic.json").steps, range(1, args.sizes + 1)
+    at = dynamic.which(args.compared or dynamic.TELLING, sizes)
+    yield from dynamic.experiments([w for w in select(args.dynamic) if w.name not in done], sizes, at, args.end,
+                                   cache=args.dynamic_cache, xla_latencies=args.xla_latencies)
 
-    def one(workload: Any, ahead: dynamic.Comparison) -> dict[str, Any]:
-        with models_bench.fresh_cache():
-            all_of_xla = workload.name in args.all_xla.split(",")
-            return dynamic.experiment(workload, sizes, ahead=ahead,
-                                      xla_seconds=args.end - time.time() if all_of_xla else args.xla_seconds)
 
-    with contextlib.ExitStack() as stack:
-        ahead = {w.name: stack.enter_context(dynamic.prepare(
-            w, sizes, compared=args.compared, xla_latencies=args.xla_latencies, processes=processes,
-            seconds=(args.end - time.time()) / 2)) for w in chosen}
-        for comparison in ahead.values():
-            comparison.wait()
-        for w in chosen:
-            yield w.name, lambda w=w: one(w, ahead[w.name])
+def compiles_of_xla(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """XLA's compiles for the batch sizes that one rewrite serves, by processes side by side."""
+    from . import xla_compiles
+    from .workloads import select
+
+    done = Record(args.out / "xla_compiles.json").steps
+    yield from xla_compiles.experiments([w for w in select(args.dynamic) if w.name not in done],
+                                        range(1, args.sizes + 1), args.end, args.xla_processes)
 
 
 def second_process(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -450,9 +446,9 @@ def machine(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]
 
 
 RUN = {"machine": machine, "tests": tests, "sanitize": sanitize, "kernels": kernels, "workloads": workloads,
-       "memory": memory, "bench": benchmark, "dynamic": dynamic_batches, "restart": second_process,
-       "peers": other_libraries}
-REPORTED = ("bench", "dynamic", "restart", "peers")  # parts whose figures a report of models.report holds
+       "memory": memory, "bench": benchmark, "dynamic": dynamic_batches, "xla_compiles": compiles_of_xla,
+       "restart": second_process, "peers": other_libraries}
+REPORTED = ("bench", "dynamic", "xla_compiles", "restart", "peers")  # whose figures are in a report of models.report
 
 
 # What is said of a step that did not fail, by part.
@@ -506,12 +502,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tools", default="memcheck,racecheck", help="of the sanitize part (default: %(default)s)")
     parser.add_argument("--tests", default="tests/gpu", help="files of the tests part (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=6, help="of the tests part (default: %(default)s)")
-    parser.add_argument("--dynamic", default="rnn,dlrm,layernorm", help="workloads of the dynamic part")
-    parser.add_argument("--all-xla", default="", help="of them those that XLA compiles for every size, in all the time")
-    parser.add_argument("--sizes", type=int, default=100, help="batch sizes of the dynamic part, from 1")
-    parser.add_argument("--compared", type=int, default=100, help="of them compared with static rewrites")
-    parser.add_argument("--xla-latencies", type=int, default=5, help="of them also timed on XLA")
-    parser.add_argument("--xla-seconds", type=float, default=10.0, help="time for more XLA compiles, per workload")
+    parser.add_argument("--dynamic", default="", help="workloads of dynamic and xla_compiles (default: all)")
+    parser.add_argument("--sizes", type=int, default=100, help="batch sizes of these parts, from 1")
+    parser.add_argument("--compared", default="", help="of them compared with static rewrites: comma-separated, or "
+                        "how many (default: six that models.dynamic finds telling)")
+    parser.add_argument("--dynamic-cache", type=Path, help="folder with a kernel cache for each workload of that "
+                        "part (default: kernels are compiled anew)")
+    parser.add_argument("--xla-latencies", type=int, default=0, help="compared sizes that are timed on XLA, too")
+    parser.add_argument("--xla-processes", type=int, default=0, help="of xla_compiles (default: three for four cores)")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time in the restart part")
     parser.add_argument("--peers", default="jax,torch", help="of the peers part, or a mode as torch:max-autotune")
     parser.add_argument("--scratch", type=Path, help="folder of float64 results and kernel caches (default: a new one)")

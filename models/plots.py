@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tf_stitch.bench_plots import COLORS, FIGURES, bars, draw_bars
 
 NAMES = {"latency_us": "latency", "kernels": "kernels", "gpu_busy_us": "busy"}  # of files, by key of a row
 BATCHES = {False: ("", ""), True: ("_any", ", the batch size unknown to the system")}  # end of the name, of the title
+CURVES = 4  # in a row
 
 
 def draw(results: dict[str, Any], stem: Path) -> list[Path]:
@@ -32,17 +34,21 @@ def draw(results: dict[str, Any], stem: Path) -> list[Path]:
                 draw_bars(figure.add_subplot(), found, f"{title}{about}\n{results['device']}")
                 written += _save(figure, stem, NAMES[key] + ending)
     if results.get("dynamic"):
-        written += _save(_curves(results["dynamic"], results["device"]), stem, "dynamic")
+        curves = _curves(results["dynamic"], results.get("xla_compiles") or (), results["device"])
+        written += _save(curves, stem, "dynamic")
     return written
 
 
-def _curves(dynamic: Sequence[dict[str, Any]], device: str) -> Any:
+def _curves(dynamic: Sequence[dict[str, Any]], xla: Sequence[dict[str, Any]], device: str) -> Any:
     """Latency over batch sizes: one stitched rewrite for all, and one rewrite or XLA compile for each."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.0 * len(dynamic), 4.0), layout="constrained")
+    each = {one["workload"]: f" ({statistics.mean(one['compile_s']):.1f} s each)" for one in xla}
+    columns = min(len(dynamic), CURVES)
+    rows = -(-len(dynamic) // columns)
+    figure = Figure(figsize=(5.0 * columns, 4.0 * rows), layout="constrained")
     for k, found in enumerate(dynamic):
-        axes = figure.add_subplot(1, len(dynamic), k + 1)
+        axes = figure.add_subplot(rows, columns, k + 1)
         axes.plot(found["sizes"], found["latency_us"], ".-", ms=3, lw=0.8, color=COLORS["stitched"],
                   label=f"tf_stitch, one rewrite ({found['compile_s']:.1f} s)")
         samples = found["samples"]
@@ -51,7 +57,7 @@ def _curves(dynamic: Sequence[dict[str, Any]], device: str) -> Any:
                   label="tf_stitch, rewritten for the size")
         on_xla = [s for s in samples if "xla_us" in s]
         axes.plot([s["batch"] for s in on_xla], [s["xla_us"] for s in on_xla], "o", mfc="none", color=COLORS["xla"],
-                  label=f"XLA, compiled for the size ({found['xla_mean_compile_s']:.1f} s each)")
+                  label=f"XLA, compiled for the size{each.get(found['workload'], '')}")
         axes.set_title(found["workload"], fontsize=9)
         axes.set_xlabel("batch size")
         axes.set_ylabel("microseconds")

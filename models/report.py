@@ -17,11 +17,12 @@ from typing import Any
 from tf_stitch import bench, bench_plots
 
 from . import bench as models_bench
-from . import plots
+from . import dynamic, plots
 from .claims import CHECKS, claims
 from .workloads import REGISTRY
 
 Steps = dict[str, dict[str, Any]]
+FIGURES = ("dynamic", "xla_compiles", "restart")  # parts whose steps are figures, a workload each
 
 
 def merged(folders: Sequence[Path], notes: Sequence[str] = ()) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def merged(folders: Sequence[Path], notes: Sequence[str] = ()) -> dict[str, Any]
     """
     runs: dict[str, dict[str, Any]] = {}
     rows: dict[tuple[str, str, bool], bench.Row] = {}
-    more: dict[str, dict[str, Any]] = {part: {} for part in ("dynamic", "restart", *CHECKS)}
+    more: dict[str, dict[str, Any]] = {part: {} for part in (*FIGURES, *CHECKS)}
     for folder in folders:
         runs[folder.name] = facts = _steps(folder, "machine", needed=True)["machine"]
         measured = _steps(folder, "bench")
@@ -42,11 +43,12 @@ def merged(folders: Sequence[Path], notes: Sequence[str] = ()) -> dict[str, Any]
             rows[row.workload, row.system, row.dynamic] = row
         for part, found in more.items():
             found |= {k: v | {"run": folder.name} for k, v in _steps(folder, part).items()}
-        facts["missing"] = {f"{part}, {k}": v["error"] for part in ("bench", "peers", "dynamic", "restart")
+        facts["missing"] = {f"{part}, {k}": v["error"] for part in ("bench", "peers", *FIGURES)
                             for k, v in _steps(folder, part).items() if "error" in v}
-    dynamic = [v for v in more["dynamic"].values() if "error" not in v]
-    made = bench.document(_ordered(rows.values()), _common(list(runs.values())), runs=runs, dynamic=dynamic,
-                          restart=more["restart"], checks={k: more[k] for k in CHECKS}, notes=list(notes))
+    sizes, xla = ([v for v in more[part].values() if "error" not in v] for part in ("dynamic", "xla_compiles"))
+    made = bench.document(_ordered(rows.values()), _common(list(runs.values())), runs=runs, dynamic=sizes,
+                          xla_compiles=xla, restart=more["restart"], checks={k: more[k] for k in CHECKS},
+                          notes=list(notes))
     return made | {"claims": {c.what: {"kept": c.kept, "figure": c.figure} for c in claims(made)}}
 
 
@@ -77,10 +79,12 @@ def _common(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """What stands below the table: promises kept or not, what falls short, what is missing, the runs, notes."""
+    """What stands below the table: one rewrite for all batch sizes, promises kept or not, what falls short, what is
+    missing, the runs, notes."""
     rows = [bench.Row(**r) for r in document["rows"]]
     runs = document.get("runs") or {}
-    out = ["", *map(str, claims(document)), "", "Falls short:", *(models_bench.verdicts(rows) or ["nothing"])]
+    out = [*dynamic.table(document.get("dynamic") or ())]
+    out += ["", *map(str, claims(document)), "", "Falls short:", *(models_bench.verdicts(rows) or ["nothing"])]
     out += ["", *(f"{r.workload}, {r.system}: {r.how}" for r in rows if r.how and not r.dynamic)]
     for name, facts in runs.items():
         known = {k: v for k, v in facts.items() if k != "missing" and v not in (None, {})}

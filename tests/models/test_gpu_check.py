@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from models import bench as models_bench
-from models import dynamic, gpu_check, report, restart
+from models import dynamic, gpu_check, report, restart, xla_compiles
 from models.claims import claims
 from models.claims import main as claims_main
 from models.workloads import REGISTRY
@@ -18,27 +18,71 @@ ROW = {"latency_us": 10.0, "rounds_us": [10.0], "kernels": 2, "compile_s": 1.0, 
 
 
 def test_one_rewrite_serves_many_sizes() -> None:
-    with models_bench.fresh_cache():
-        found = dynamic.experiment(REGISTRY["lr"], range(1, 13), compared=3, rounds=2, round_s=0.005,
-                                   xla_latencies=2, xla_seconds=0.0, processes=2)
-    assert found["rewrites"] == 0 and found["plans"] == 11  # the last size was the first call
-    assert [(s["batch"], "xla_us" in s) for s in found["samples"]] == [(1, True), (7, False), (12, True)]
-    assert all(s["ratio"] > 0 and s["static_us"] > 0 for s in found["samples"])
-    assert found["worst_ratio"] == max(s["ratio"] for s in found["samples"])
-    assert found["xla_compiled"] == 1 and found["xla_extrapolated"]
-    assert found["xla_all_s"] == pytest.approx(12 * found["xla_compile_s"])
-    assert len(found["latency_us"]) == len(found["first_call_us"]) == 12
-    assert "lr, 12 batch sizes: 0 rewrites and 11 plans" in dynamic.line(found)
+    """All workloads are prepared before the first one measures."""
+    sizes, made, end = range(1, 13), [], time.time() + 300
+    for name, measure in dynamic.experiments([REGISTRY["lr"], REGISTRY["layernorm"]], sizes, [1, 7, 12], end,
+                                             rounds=2, round_s=0.005, xla_latencies=2):
+        made.append(measure())
+        assert made[-1]["workload"] == name
+    for found in made:
+        assert found["rewrites"] == 0 and found["sizes"] == [*sizes]
+        assert [(s["batch"], "xla_us" in s) for s in found["samples"]] == [(1, True), (7, False), (12, True)]
+        assert all(s["ratio"] > 0 and s["static_us"] > 0 for s in found["samples"])
+        assert found["worst_ratio"] == max(s["ratio"] for s in found["samples"])
+        assert len(found["latency_us"]) == len(found["first_call_us"]) == 12
+        assert found["compile_s"] > 0
+    assert made[0]["plans"] == 11  # the last size was the first call
+    assert "lr, 12 batch sizes: 0 rewrites and 11 plans" in dynamic.line(made[0])
+    assert "batches 1, 7, 12 take at most" in dynamic.line(made[0])
+    head, *rows = dynamic.table(made)[2:]
+    assert head.split() == ["1", "7", "12"] and [row.split()[0] for row in rows] == ["lr", "layernorm"]
 
 
-def test_what_is_compared_can_be_made_first() -> None:
-    """No more of it than there is time for, but one size for each process."""
-    with models_bench.fresh_cache(), dynamic.prepare(REGISTRY["lr"], range(1, 13), compared=4, rounds=1, round_s=0.001,
-                                                     xla_latencies=0, processes=2, seconds=0.0) as ahead:
-        ahead.wait()
-        found = dynamic.experiment(REGISTRY["lr"], range(1, 13), xla_seconds=0.0, ahead=ahead)
-    assert [s["batch"] for s in found["samples"]] == [1, 5]
-    assert all(p.poll() == 0 for p in ahead.running)
+def test_no_more_is_compared_than_there_is_time_for() -> None:
+    """One size has a rewrite in any case; what is measured then ends in time."""
+    with dynamic.prepare(REGISTRY["lr"], range(1, 13), [1, 5, 12], rounds=1, round_s=0.001, seconds=0.0) as ahead:
+        found = ahead.result()
+        assert [s["batch"] for s in found["samples"]] == [1]
+    with dynamic.prepare(REGISTRY["lr"], range(1, 13), [1, 5], rounds=1, round_s=0.001) as ahead:
+        found = ahead.result(0.0)
+    assert found["samples"] == found["sizes"] == [] and found["worst_ratio"] is None
+    assert "no size was compared" in dynamic.line(found)
+    assert dynamic.table([found]) == dynamic.table([]) == []
+
+
+def test_who_is_not_ready_in_time_is_ended() -> None:
+    with dynamic.prepare(REGISTRY["lr"], range(1, 13), [1]) as ahead:
+        ahead.wait(0.0)
+        with pytest.raises(RuntimeError, match="batch sizes of lr ended with status -9"):
+            ahead.result()
+
+
+def test_which_sizes_are_compared() -> None:
+    assert dynamic.which("1,3,8,200", range(1, 101)) == [1, 3, 8]
+    assert dynamic.which("3", range(1, 100)) == [1, 50, 99]
+    ordered = dynamic.spread_first(range(1, 6))
+    assert ordered[:3] == [1, 5, 3] and sorted(ordered) == [*range(1, 6)]
+
+
+def test_compiles_of_xla() -> None:
+    """Workers go on to the next workload; each workload has its share of the time."""
+    found = {name: compiled() for name, compiled in xla_compiles.experiments(
+        [REGISTRY["lr"], REGISTRY["layernorm"]], range(1, 4), time.time() + 600, processes=2)}
+    assert [*found] == ["lr", "layernorm"]
+    for one in found.values():
+        assert one["sizes"] == [1, 2, 3] and one["of"] == 3 and all(s > 0 for s in one["compile_s"])
+        assert one["processes"] == 2
+        assert "XLA compiles the 3 sizes in" in xla_compiles.line(one)
+    for _, late in xla_compiles.experiments([REGISTRY["lr"]], range(1, 4), time.time(), processes=1):
+        assert late()["sizes"] == [1]  # one in any case
+
+
+def test_a_share_of_compiles_is_said_to_be_one() -> None:
+    found = {"workload": "w", "of": 100, "sizes": [1, 100], "compile_s": [2.0, 4.0], "wall_s": 4.1, "processes": 2,
+             "cores": 16}
+    assert xla_compiles.line(found) == (
+        "XLA compiles 2 of 100 sizes in 6 s in all: 300 s for every size, were they like these (3.0 s each, by 2 "
+        "processes side by side on 16 cores, in 4 s)")
 
 
 def test_verdicts_on_many_sizes() -> None:
@@ -106,14 +150,16 @@ def test_more_promises() -> None:
 
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    curve = {"workload": "lr", "sizes": [1, 2], "latency_us": [3.0, 4.0], "compile_s": 1.0, "xla_mean_compile_s": 2.0,
-             "samples": [{"batch": 1, "static_us": 3.0, "xla_us": 5.0, "ratio": 1.0}, {"batch": 2, "static_us": 3.0,
-                         "ratio": 1.2}], "rewrites": 0, "plans": 1, "first_call_us": [9.0, 9.0], "worst_ratio": 1.2,
-             "xla_all_s": 4.0, "xla_extrapolated": True, "xla_compiled": 1}
-    (tmp_path / "r.json").write_text(json.dumps(document({}, {}, dynamic=[curve])))
+    curve = {"workload": "lr", "sizes": [1, 2], "latency_us": [3.0, 4.0], "compile_s": 1.0,
+             "samples": [{"batch": 1, "static_us": 3.0, "xla_us": 5.0, "ratio": 1.0},
+                         {"batch": 2, "static_us": 3.0, "ratio": 1.2}], "rewrites": 0, "plans": 1,
+             "first_call_us": [9.0, 9.0], "worst_ratio": 1.2}
+    xla = {"workload": "lr", "of": 2, "sizes": [1], "compile_s": [2.0], "wall_s": 2.0, "processes": 1, "cores": 2}
+    (tmp_path / "r.json").write_text(json.dumps(document({}, {}, dynamic=[curve], xla_compiles=[xla])))
     assert report.main([str(tmp_path / "r.json")]) == 0
     assert claims_main([str(tmp_path / "r.json")]) == 1  # promises are broken
-    assert "lr, batch 2: 1.20 times the time of a rewrite" in (tmp_path / "r.txt").read_text()
+    text = (tmp_path / "r.txt").read_text()
+    assert "lr, batch 2: 1.20 times the time of a rewrite" in text and "XLA compiles 1 of 2 sizes in 2 s" in text
     made = {p.name for p in tmp_path.iterdir()} - {"r.json", "r.txt"}
     assert made == {f"r_{n}.{kind}" for n in ("latency", "kernels", "busy", "dynamic") for kind in ("png", "svg")}
     assert all((tmp_path / n).stat().st_size > 2000 for n in made)
