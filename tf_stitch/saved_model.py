@@ -480,13 +480,25 @@ def signatures(folder: Path) -> dict[str, Signature]:
 
 @dataclass(frozen=True)
 class _Keeper:
-    """A signature that keeps its model alive; results are arrays."""
+    """A signature that keeps its model alive; results are arrays, of a sparse or ragged tensor all that it is made of."""
 
     model: Any
     fn: Callable[..., Mapping[str, Any]]
 
     def __call__(self, **inputs: Any) -> dict[str, np.ndarray]:
-        return {name: _array(value.numpy()) for name, value in self.fn(**inputs).items() if hasattr(value, "numpy")}
+        return {name: _array(value.numpy()) for name, value in _plain(self.fn(**inputs)).items()
+                if hasattr(value, "numpy")}
+
+
+def _plain(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Outputs by name, sparse and ragged ones taken apart ("name[0]", "name[1]" ...)."""
+    import tensorflow as tf
+
+    found: dict[str, Any] = {}
+    for name, value in outputs.items():
+        parts = tf.nest.flatten(value, expand_composites=True)
+        found.update({name: value} if parts[0] is value else {f"{name}[{k}]": part for k, part in enumerate(parts)})
+    return found
 
 
 def _array(value: Any) -> np.ndarray:
@@ -553,19 +565,23 @@ def _drawn(signature: Signature, batch: int) -> Iterator[dict[str, Any]]:
     several = any(s.shape.rank and None in s.shape.as_list()[1:] for s in signature.inputs.values())
     integers = any(s.dtype.is_integer for s in signature.inputs.values())
     for other in OTHER_SIZES if several else (None,):
-        for top in (16, 2, 1) if integers else (1,):
+        for top in (16, 2, 1, None) if integers else (1,):
             rng = np.random.default_rng(batch)
             yield {name: _draw(spec, batch, other or batch, top, rng) for name, spec in signature.inputs.items()}
 
 
-def _draw(spec: Any, batch: int, other: int, top: int, rng: np.random.Generator) -> Any:
+def _draw(spec: Any, batch: int, other: int, top: int | None, rng: np.random.Generator) -> Any:
+    """Values for an input.  Integers are below ``top``; with None, vectors rise from 0 to ``batch``, as the ends of a
+    ragged tensor's rows do."""
     dims: Sequence[int | None] = [None] if spec.shape.rank is None else spec.shape.as_list()
     shape = [d if d is not None else batch if i == 0 else other for i, d in enumerate(dims)]
     dtype = spec.dtype
     if dtype.is_bool:
         return rng.random(shape) < 0.5
     if dtype.is_integer:
-        return rng.integers(0, top, shape).astype(dtype.as_numpy_dtype)
+        rising = top is None and len(shape) == 1 and shape[0] > 1
+        values = np.linspace(0, batch, shape[0]) if rising else rng.integers(0, top or 1, shape)
+        return values.astype(dtype.as_numpy_dtype)
     if dtype.name == "string":
         return rng.choice(np.array(["a", "b", "the", "cat"], object), shape)
     if dtype.is_complex:

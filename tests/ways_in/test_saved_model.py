@@ -169,6 +169,25 @@ def test_graph_of_tensorflow_1_as_it_was_trained(tmp_path):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+class Uneven(tf.Module):
+    """A ragged input, and outputs that are ragged and sparse."""
+
+    @tf.function(input_signature=[tf.RaggedTensorSpec([None, None], tf.float32)])
+    def f(self, x):
+        even = tf.math.softplus(x.to_tensor()) * 2 + 1
+        return {"sum": tf.reduce_sum(even, 1), "ragged": x.with_values(tf.tanh(x.values) * 2 + 1),
+                "sparse": tf.sparse.from_dense(even)}
+
+
+def test_ragged_and_sparse_tensors_are_compared(tmp_path):
+    module = Uneven()
+    tf.saved_model.save(module, str(tmp_path / "plain"), signatures=module.f)
+    report = tf_stitch.rewrite_saved_model(tmp_path / "plain", tmp_path / "stitched", options=NATIVE)
+    assert report.clusters and max(report.errors.values()) < 1e-5
+    names = {key.split("/")[1] for key in report.errors}
+    assert names == {"sum", "ragged[0]", "ragged[1]", "sparse[0]", "sparse[1]", "sparse[2]"}
+
+
 def test_given_inputs(source, tmp_path):
     np.savez(tmp_path / "in.npz", **{"score/x": normal(2, 4), "mix/x": normal(5, 4), "mix/ids": np.array([7, 0])})
     report = tf_stitch.rewrite_saved_model(source, tmp_path / "a", options=NATIVE, inputs=tmp_path / "in.npz")

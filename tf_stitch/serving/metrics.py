@@ -107,8 +107,8 @@ class MetricsServer:
         registry.register(SessionCollector(session))
         try:
             self._server, self._thread = start_http_server(port, registry=registry)
-        except (OSError, OverflowError) as error:
-            raise OptionError(f"Metrics cannot be served on port {port}: {error}.") from None
+        except (OSError, OverflowError, TypeError) as error:
+            raise OptionError(f"Metrics cannot be served on port {port!r}: {str(error).rstrip('.')}.") from None
         self.port: int = self._server.server_address[1]
 
     def close(self) -> None:

@@ -471,7 +471,8 @@ def _entitled(slo_ms: float | None, priority: str, weight: float, max_in_flight:
 
 def _check_above_0(what: str, value: Any, whole: bool) -> None:
     """Raises OptionError."""
-    if not isinstance(value, numbers.Integral if whole else numbers.Real) or not 0 < float(value) < math.inf:
+    number = isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool)
+    if not number or not 0 < float(value) < math.inf:
         raise OptionError(f"Option '{what}' is {value!r}; it must be a {'whole ' * whole}number above 0, and finite.")
 
 
