@@ -1,6 +1,7 @@
 """Load with everything that goes wrong in a service, for as long as you like; every answer is checked.
 
-    python -m models.soak [--minutes M] [--budget S] [--tenants toys|real] [--clients N] [--out FILE.json]
+    python -m models.soak [--minutes M] [--budget S] [--tenants toys|real] [--gpu] [--clients N] [--rate R]
+                          [--out FILE.json]
 
 Clients send requests to random tenants, cancel some and give some little time.  Meanwhile an operator adds and removes
 tenants, swaps their versions, and sends bursts that their queues cannot hold; one tenant fails for part of its inputs.
@@ -10,9 +11,16 @@ cleanly.  "toys" are small functions whose inputs never repeat; "real" are those
 
 Memory is that of the tenants that are there, and of requests under way.  So every few seconds the operator brings back
 the tenants of the beginning, drains the session and has free memory given back to the system; what the process holds
-then is what is compared: a line through the last two thirds of it, by the median of all pairs' slopes, must not rise.
-Latencies are not judged, so other work on the machine does no harm.  The report is written after every such look, so a
-run that is cut short leaves one too; SIGTERM ends a run as its time does.
+then is what is compared, in the second half of the run.  It grows when a line through it rises (by the median of all
+pairs' slopes) and its least values do, too: those of the last quarter against those of the one before.  What comes and
+goes, as a saw-tooth or once, does one of the two; a leak does both.  What TensorFlow frees of the host's memory must go
+back to malloc for that, not to a pool of its own that is touched bit by bit: the command sets
+TF_ONEDNN_USE_SYSTEM_ALLOCATOR, which has no effect on GPU memory.
+
+Latencies are not judged, so other work on the machine does no harm.  They are shown, against the SLO, for requests that
+nobody cancelled, that had no timeout of their own, and whose tenant was not overloaded by a burst meanwhile.  The
+report is written after every look at memory, so a run that is cut short leaves one too; SIGTERM ends a run as its time
+does.
 """
 from __future__ import annotations
 
@@ -55,9 +63,11 @@ from .serving_tenants import COPIES, tenants
 
 WINDOW = 8              # requests of one client that are under way at once
 QUEUE, BURST = 32, 600  # a tenant's max_queue; requests sent at once
+SLO_MS = 200.0          # of every tenant
 CHECK_S = 5.0           # between looks at what memory is held
-LEAST_CHECKS = 6        # to judge whether it grows: a third of them to warm up, two thirds to judge
-GROWTH_MB = 64          # what it may grow by in the last two thirds of a run
+LEAST_CHECKS = 3        # of memory in the last quarter, and in the one before, to judge whether it grows
+# What it may grow by in the second half of a run; the GPU's is taken in large blocks, and so is what libraries keep.
+GROWTH_MB = {"resident": 64, "heap": 32, "tensors": 32, "gpu": 64}
 CLOSING_S = 15.0        # of a budget, for the end
 WIDTH = 16
 
@@ -73,7 +83,7 @@ class Subject:
       versions: a SavedModel folder of each.
       draw: inputs of a request.
       right: (version, inputs, answer or error) -> whether that is how it should have ended.
-      permanent: it is never removed.
+      permanent: it is never removed, nor warmed up: it fails for part of its inputs.
     """
 
     name: str
@@ -90,6 +100,22 @@ class Live:
     name: str
     subject: Subject
     allowed: frozenset[int]
+    best_effort: bool
+    bursts: int = 0  # begun and ended: odd while one is under way
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request under way; ``ends``: when it ended, each time that it did."""
+
+    tenant: Live
+    inputs: Inputs
+    allowed: frozenset[int]
+    bursts: int
+    timeout_ms: float | None
+    future: Future[Any]
+    at: float
+    ends: list[float]
 
 
 @dataclass
@@ -104,16 +130,56 @@ class Counts:
             self.of[what] += count
 
 
+class Latencies:
+    """Of requests, against an SLO: counts by latency, each bucket ending 5% above the one before."""
+
+    FIRST_S, STEP = 1e-5, math.log(1.05)
+
+    def __init__(self, slo_s: float) -> None:
+        self.slo_s, self.within, self.rejected = slo_s, 0, 0
+        self._buckets: collections.Counter[int] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def add(self, seconds: float | None) -> None:
+        """Counts a request: answered after ``seconds``, or rejected (None)."""
+        with self._lock:
+            if seconds is None:
+                self.rejected += 1
+                return
+            self.within += seconds <= self.slo_s
+            self._buckets[max(0, math.ceil(math.log(max(seconds, self.FIRST_S) / self.FIRST_S) / self.STEP))] += 1
+
+    def report(self) -> dict[str, Any]:
+        """Requests, the share within the SLO, and percentiles of those that were answered (to 5%)."""
+        with self._lock:
+            answered = self._buckets.total()
+            requests = answered + self.rejected
+            return {"requests": requests, "slo_attainment": self.within / requests if requests else None,
+                    "p50_ms": self._percentile_ms(0.5), "p99_ms": self._percentile_ms(0.99)}
+
+    def _percentile_ms(self, share: float) -> float | None:
+        left = share * self._buckets.total()
+        for bucket, count in sorted(self._buckets.items()):
+            left -= count
+            if left <= 0:
+                return 1e3 * self.FIRST_S * math.exp(bucket * self.STEP)
+        return None
+
+
 class Soak:
     """Clients and an operator at work on one session."""
 
     def __init__(self, session: tf_stitch.StitchSession, subjects: Sequence[Subject], clients: int, seed: int = 0,
                  device: str | None = None, check_s: float = CHECK_S, stop: threading.Event | None = None,
-                 note: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """``stop`` ends the run early; ``note`` gets the report so far after every look at memory."""
+                 note: Callable[[dict[str, Any]], None] | None = None, rate: float = math.inf,
+                 slo_ms: float = SLO_MS) -> None:
+        """``rate``: requests a second, bursts aside; more are not sent.  ``stop`` ends the run early; ``note`` gets the
+        report so far after every look at memory."""
         self.session, self.subjects, self.seed = session, subjects, seed
         self.device, self.check_s, self._note = device, check_s, note
+        self.rate, self.slo_ms = rate, slo_ms
         self.counts = Counts()
+        self.latencies = {what: Latencies(slo_ms / 1e3) for what in ("latency", "best_effort")}
         self.problems: list[str] = []
         self.memory: list[tuple[float, Held]] = []  # when, with the tenants of the beginning and nothing under way
         self._tallies: list[Any] = []  # the session's own counts, those of removed tenants too
@@ -121,6 +187,7 @@ class Soak:
         self._numbers = itertools.count()
         self._stop = stop or threading.Event()
         self._clients = clients
+        self._draws = np.random.default_rng([seed, clients])  # the operator's
 
     def run(self, seconds: float) -> dict[str, Any]:
         """Runs for a while and gives the report; ``problems`` in it is empty when all held."""
@@ -152,24 +219,25 @@ class Soak:
 
     def _client(self, number: int) -> None:
         rng = np.random.default_rng([self.seed, number])
-        under_way: collections.deque[Any] = collections.deque()
-        while not self._stop.is_set():
+        under_way: collections.deque[Sent] = collections.deque()
+        due = time.monotonic()
+        while not self._stop.wait(max(0.0, due - time.monotonic())):
+            due = max(due, time.monotonic() - 1.0) + rng.exponential(self._clients / self.rate)
             sent = self._send(rng)
             if sent is not None:
                 under_way.append(sent)
-            if len(under_way) >= WINDOW:
-                self._check(*under_way.popleft())
+            while under_way and (len(under_way) >= WINDOW or under_way[0].future.done()):
+                self._check(under_way.popleft())
         while under_way:
-            self._check(*under_way.popleft())
+            self._check(under_way.popleft())
 
-    def _send(self, rng: np.random.Generator) -> Any:
+    def _send(self, rng: np.random.Generator) -> Sent | None:
         live = self._live
         tenant = live[rng.integers(len(live))]
         inputs = tenant.subject.draw(rng)
-        before = tenant.allowed
         timeout_ms = float(rng.choice([1.0, 5.0])) if rng.random() < 0.03 else None
         try:
-            future = self.session.submit(tenant.name, inputs, timeout_ms=timeout_ms)
+            sent = self._submit(tenant, inputs, timeout_ms)
         except (OptionError, tf.errors.UnavailableError):
             self.counts.add("not taken")  # the tenant was gone, or the session drained
             time.sleep(0.001)
@@ -178,21 +246,26 @@ class Soak:
             self.counts.add("rejected by the queue")
             time.sleep(0.001)
             return None
-        ends = self._count_ends(future)
         if rng.random() < 0.03:
-            future.cancel()
-        return tenant, inputs, before | tenant.allowed, future, ends, timeout_ms
+            sent.future.cancel()
+        return sent
 
-    def _count_ends(self, future: Future[Any]) -> list[int]:
-        ends: list[int] = []
-        future.add_done_callback(lambda _: ends.append(1))
-        return ends
+    def _submit(self, tenant: Live, inputs: Inputs, timeout_ms: float | None = None) -> Sent:
+        before, bursts, at = tenant.allowed, tenant.bursts, time.monotonic()
+        future = self.session.submit(tenant.name, inputs, timeout_ms=timeout_ms)
+        sent = Sent(tenant, inputs, before | tenant.allowed, bursts, timeout_ms, future, at, [])
+        future.add_done_callback(lambda _: self._ended(sent))
+        return sent
 
-    def _check(self, tenant: Live, inputs: Inputs, allowed: frozenset[int], future: Future[Any], ends: list[int],
-               timeout_ms: float | None) -> None:
+    def _ended(self, sent: Sent) -> None:
+        sent.ends.append(time.monotonic())
+        self.counts.add("ended")
+
+    def _check(self, sent: Sent) -> None:
+        tenant, timeout_ms = sent.tenant, sent.timeout_ms
         self.counts.add("sent")
         try:
-            ended: Any = future.result(60)
+            ended: Any = sent.future.result(60)
         except CancelledError:
             self.counts.add("cancelled")
             return
@@ -204,17 +277,26 @@ class Soak:
             ended = error
         kind = _kind(ended)
         self.counts.add(kind)
-        if len(ends) > 1:
-            self._problem(f"A request to {tenant.name} ended {len(ends)} times.")
+        self._time(sent, kind)
         if kind == "expired":
             if timeout_ms is None:
                 self._problem(f"A request to {tenant.name} without a timeout expired: {ended}")
         elif kind == "rejected":
             if "cannot meet its deadline" not in str(ended):  # the scheduler's admission control
                 self._problem(f"A request to {tenant.name} was rejected: {ended}")
-        elif not any(tenant.subject.right(v, inputs, ended) for v in allowed):
+        elif not any(tenant.subject.right(v, sent.inputs, ended) for v in sent.allowed):
             self.counts.add("wrong")
-            self._problem(f"{tenant.name}, versions {sorted(allowed)}: {str(ended)[:300]}")
+            self._problem(f"{tenant.name}, versions {sorted(sent.allowed)}: {str(ended)[:300]}")
+
+    def _time(self, sent: Sent, kind: str) -> None:
+        """Counts a request against the SLO, where its tenant was not overloaded and nothing else was to end it."""
+        tenant = sent.tenant
+        if sent.timeout_ms is not None or kind not in ("answered", "rejected"):
+            return
+        if sent.bursts % 2 == 0 and sent.bursts == tenant.bursts:
+            end = sent.ends[0] if sent.ends else time.monotonic()  # callbacks run after waiters were woken
+            seconds = end - sent.at if kind == "answered" else None
+            self.latencies["best_effort" if tenant.best_effort else "latency"].add(seconds)
 
     # --- the operator -------------------------------------------------------------------------------
 
@@ -231,18 +313,22 @@ class Soak:
                 if self._note is not None:
                     self._note(self._summary(checked - begin, finished=False))
 
+    # What a service would run before a version's first real request.
+    def _warmup(self, subject: Subject) -> bool | list[Inputs]:
+        return not subject.permanent and [subject.draw(self._draws)]
+
     def _operator_adds(self, rng: random.Random) -> None:
         if len(self._live) < 2 * len(self.subjects):
             self._add(rng.choice([s for s in self.subjects if not s.permanent]))
             self.counts.add("tenants added")
 
     def _add(self, subject: Subject) -> None:
-        name, version = f"{subject.name}_{next(self._numbers)}", 0
-        self.session.add(name, subject.versions[version], stitch=False, slo_ms=1000, max_queue=QUEUE,
-                         priority="latency" if len(self._live) % 3 else "best_effort", warmup=False,
+        name, version, best_effort = f"{subject.name}_{next(self._numbers)}", 0, len(self._live) % 3 == 0
+        self.session.add(name, subject.versions[version], stitch=False, slo_ms=self.slo_ms, max_queue=QUEUE,
+                         priority="best_effort" if best_effort else "latency", warmup=self._warmup(subject),
                          device=self.device)
         self._tallies.append(self.session._tenants[name].tally)
-        self._live = [*self._live, Live(name, subject, frozenset({version}))]
+        self._live = [*self._live, Live(name, subject, frozenset({version}), best_effort)]
 
     def _operator_removes(self, rng: random.Random) -> None:
         able = [t for t in self._live if not t.subject.permanent]
@@ -259,21 +345,23 @@ class Soak:
         tenant = rng.choice([t for t in self._live if len(t.subject.versions) > 1])
         (old,), new = tenant.allowed, rng.randrange(len(tenant.subject.versions))
         tenant.allowed = frozenset({old, new})
-        self.session.swap(tenant.name, tenant.subject.versions[new], stitch=False, warmup=False)
+        self.session.swap(tenant.name, tenant.subject.versions[new], stitch=False, warmup=self._warmup(tenant.subject))
         tenant.allowed = frozenset({new})
         self.counts.add("versions swapped")
 
     def _operator_bursts(self, rng: random.Random) -> None:
         draws = np.random.default_rng(rng.randrange(1 << 30))
-        tenant, futures = rng.choice(self._live), []
-        for inputs in [tenant.subject.draw(draws) for _ in range(BURST)]:  # drawn before: sent faster than answered
+        tenant, under_way = rng.choice(self._live), []
+        all_inputs = [tenant.subject.draw(draws) for _ in range(BURST)]  # drawn before: sent faster than answered
+        tenant.bursts += 1
+        for inputs in all_inputs:
             try:
-                future = self.session.submit(tenant.name, inputs)
-                futures.append((tenant, inputs, tenant.allowed, future, self._count_ends(future), None))
+                under_way.append(self._submit(tenant, inputs))
             except tf.errors.ResourceExhaustedError:
                 self.counts.add("rejected by the queue")
-        for sent in futures:
-            self._check(*sent)
+        for sent in under_way:
+            self._check(sent)
+        tenant.bursts += 1
         self.counts.add("bursts")
 
     def _check_memory(self, begin: float) -> None:
@@ -298,8 +386,8 @@ class Soak:
             self._problem("The session could not be drained within a minute.")
         self._agree()
         for what, grown in self._growth().items():
-            if grown is not None and grown > GROWTH_MB:
-                self._problem(f"Memory ({what}) grew by {grown:.0f} MB in the last two thirds of the run.")
+            if grown is not None and grown > GROWTH_MB[what]:
+                self._problem(f"Memory ({what}) grew by {grown:.0f} MB in the second half of the run.")
         held = sum(d["held"] for d in scheduler.stats().get("devices", [])) if self.session.coalesce else 0
         if held:
             self._problem(f"The scheduler still holds {held} requests.")
@@ -317,6 +405,7 @@ class Soak:
         return {"seconds": round(seconds, 1), "finished": finished, "coalesce": self.session.coalesce,
                 "problems": list(self.problems), "counts": counts,
                 "requests_per_second": counts.get("sent", 0) / seconds,
+                "slo_ms": self.slo_ms, "not_overloaded": {k: v.report() for k, v in self.latencies.items()},
                 "stitched_runs": ops.stitched, "fallback_runs": ops.fallbacks, "growth_mb": self._growth(),
                 "memory_mb": [{"seconds": at, **asdict(held)} for at, held in self.memory]}
 
@@ -333,6 +422,8 @@ class Soak:
                  "failed": (its["failed"], mine["failed"]), "cancelled": (its["cancelled"], mine["cancelled"]),
                  "expired": (its["expired"], mine["expired"]),
                  "rejected": (its["rejected"], mine["rejected by the queue"] + mine["rejected"])}
+        if mine["ended"] + mine["lost"] != mine["sent"]:
+            self._problem(f"{mine['sent']} requests ended {mine['ended']} times.")
         for what, (session, clients) in pairs.items():
             if session != clients:
                 self._problem(f"The session counts {session} {what}, its clients {clients}.")
@@ -347,12 +438,19 @@ def _kind(ended: Any) -> str:
 
 
 def _growth(times: Sequence[float], values: Sequence[float]) -> float | None:
-    """By how much the last two thirds rise, along their Theil-Sen line; None when there are too few values."""
-    if len(values) < LEAST_CHECKS:
+    """By how much the second half rises: along its Theil-Sen line, or by its least values, whichever is less.
+
+    These are twice what the last quarter's least is above that of the one before.  None when either has few values.
+    """
+    t, y = np.asarray(times, float), np.asarray(values, float)
+    half, last = (t >= share * t[-1] if len(t) else t > 0 for share in (0.5, 0.75))
+    if min(last.sum(), (half & ~last).sum()) < LEAST_CHECKS:
         return None
-    t, y = (np.asarray(a[len(values) // 3:], float) for a in (times, values))
+    least = 2 * (y[last].min() - y[half & ~last].min())
+    t, y = t[half], y[half]
     i, j = np.triu_indices(len(t), 1)
-    return round(float(np.median((y[j] - y[i]) / (t[j] - t[i])) * (t[-1] - t[0])), 1)
+    line = np.median((y[j] - y[i]) / (t[j] - t[i])) * (t[-1] - t[0])
+    return round(float(min(line, least)), 1)
 
 
 # --- subjects ---------------------------------------------------------------------------------------
@@ -434,10 +532,11 @@ def _right_of(samples: Sequence[Inputs], answers: Sequence[Sequence[Inputs]]) ->
 
 def held(subjects: Sequence[Subject], seconds: float, *, clients: int = 8, seed: int = 0, device: str | None = None,
          stop: threading.Event | None = None, note: Callable[[dict[str, Any]], None] | None = None,
-         **options: Any) -> dict[str, Any]:
+         rate: float = math.inf, slo_ms: float = SLO_MS, **options: Any) -> dict[str, Any]:
     """The report of a soak of a new session, which is closed at its end; ``device`` is where its models are."""
     with tf_stitch.StitchSession(**options) as session:
-        report = Soak(session, subjects, clients, seed, device, stop=stop, note=note).run(seconds)
+        report = Soak(session, subjects, clients, seed, device, stop=stop, note=note, rate=rate, slo_ms=slo_ms
+                      ).run(seconds)
     left = sum(t.name.startswith(THREAD_NAME) for t in threading.enumerate())
     if left:
         report["problems"].append(f"{left} threads are left.")
@@ -459,8 +558,16 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     for row in report["memory_mb"]:
         memory.add_row(*(f"{v:.1f}" for v in row.values()))
     yield memory
+    slo = Table(title=f"Requests of tenants that were not overloaded, against an SLO of {report['slo_ms']:g} ms")
+    for name in ("priority", "requests", "within the SLO", "p50 ms", "p99 ms"):
+        slo.add_column(name, justify="right")
+    for priority, row in report["not_overloaded"].items():
+        if row["requests"]:
+            slo.add_row(priority, str(row["requests"]), f"{row['slo_attainment']:.2%}",
+                        *("" if row[p] is None else f"{row[p]:.1f}" for p in ("p50_ms", "p99_ms")))
+    yield slo
     yield (f"{report['seconds']} s, {report['requests_per_second']:.0f} requests a second: {report['counts']}\n"
-           f"in the last two thirds of the run, memory grew by {report['growth_mb']} MB; "
+           f"in the second half of the run, memory grew by {report['growth_mb']} MB; "
            f"problems: {report['problems'] or 'none'}{'' if report['finished'] else '; the run was cut short'}")
 
 
@@ -493,11 +600,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", default="resnet18,speech,bert,dlrm", help="of real tenants")
     parser.add_argument("--each", type=int, default=2, help="versions of real tenants")
     parser.add_argument("--prepared", type=Path, metavar="DIR", help="what models.serving --prepare wrote")
+    parser.add_argument("--gpu", action="store_true", help="fail where TensorFlow sees no GPU")
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=math.inf, metavar="R",
+                        help="requests a second at most, bursts aside")
+    parser.add_argument("--slo-ms", type=float, default=SLO_MS)
     parser.add_argument("--coalesce", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the report there, and as text beside it")
     args = parser.parse_args(argv)
+    if args.gpu and not tf.config.list_physical_devices("GPU"):
+        print("error: TensorFlow sees no GPU here, so nothing was run.", file=sys.stderr)
+        return 1
     begin, facts = time.monotonic(), bench.machine()
 
     def finish(report: dict[str, Any]) -> dict[str, Any]:
@@ -510,7 +624,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subjects = _subjects(args, Path(temporary))
         seconds = min(args.minutes * 60, args.budget - CLOSING_S - (time.monotonic() - begin))
         report = finish(held(subjects, max(seconds, 0.0), clients=args.clients, seed=args.seed, stop=stop, note=finish,
-                             coalesce=args.coalesce))
+                             rate=args.rate, slo_ms=args.slo_ms, coalesce=args.coalesce))
     console = Console(width=200)
     for one in tables(report):
         console.print(one)
@@ -518,4 +632,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "1")  # TensorFlow reads it when it first allocates
     sys.exit(main())

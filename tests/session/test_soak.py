@@ -4,8 +4,10 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import tf_stitch
@@ -29,6 +31,8 @@ def test_soak(subjects, coalesce):
     assert report["problems"] == []
     for what in ("answered", "failed", "cancelled", "rejected by the queue", "versions swapped"):
         assert report["counts"].get(what, 0) > 0, what
+    assert report["counts"]["ended"] == report["counts"]["sent"]
+    assert all(row["requests"] > 0 for row in report["not_overloaded"].values())
     assert workers() == threads
 
 
@@ -41,14 +45,75 @@ def test_soak_notices_wrong_answers_and_counts(subjects):
         run.counts.add("answered")  # one more than there were
         report = run.run(0.3)
     assert len(report["problems"]) == 1 and "answered, its clients" in report["problems"][0]
+    with tf_stitch.StitchSession(coalesce=False, threads=4, options=NATIVE) as session:
+        run = soak.Soak(session, subjects, clients=1)
+        run.counts.add("ended")  # one request twice
+        report = run.run(0.3)
+    assert len(report["problems"]) == 1 and "requests ended" in report["problems"][0]
 
 
-def test_soak_judges_the_slope_of_memory():
-    times = [5.0 * i for i in range(30)]
-    assert soak._growth(times[:5], times[:5]) is None  # too few
-    assert soak._growth(times, [100.0 + 90.0 * (i < 8) for i in range(30)]) == 0.0  # what is only at the beginning
-    assert soak._growth(times, [100.0 + 50.0 * (i % 7 == 0) for i in range(30)]) == 0.0  # what comes and goes
-    assert soak._growth(times, [100.0 + 2.0 * i + 30.0 * (i % 5 == 0) for i in range(30)]) == pytest.approx(38.0)
+def _rises(value, seconds=300.0, every=5.0):
+    times = [every * i for i in range(1, int(seconds / every) + 1)]
+    return soak._growth(times, [value(t) for t in times])
+
+
+def test_soak_judges_how_memory_grows_in_the_second_half():
+    assert soak._growth([], []) is None
+    assert soak._growth([5.0 * i for i in range(8)], [0.0] * 8) is None  # too few
+    flat = {"constant": lambda t: 100.0, "falls": lambda t: 200.0 - t / 9,
+            "warm-up": lambda t: 100.0 + 90.0 * (t < 140),
+            "saw-tooth": lambda t: 100.0 + 30.0 * (t % 35), "step early": lambda t: 900.0 * (t > 130),
+            "step late": lambda t: 100.0 + 900.0 * (t > 230), "peaks": lambda t: 100.0 + 400.0 * (t % 40 == 0)}
+    for name, value in flat.items():
+        assert _rises(value) <= 1.0, name
+    leak = 0.4  # MB a second: 60 in the second half
+    for name, value in flat.items():
+        least = 30.0 if name == "falls" else 50.0
+        assert _rises(lambda t, value=value: value(t) + leak * t) >= least, name
+
+
+@pytest.mark.parametrize("leak_mb", [0, 16])
+def test_soak_notices_a_leak(subjects, leak_mb):
+    kept, last = [], time.monotonic()
+
+    def leaking(rng):
+        nonlocal last
+        if time.monotonic() - last > 0.1:
+            last = time.monotonic()
+            kept.append(np.ones(leak_mb << 17))
+        return subjects[1].draw(rng)
+
+    stop = threading.Event()
+
+    def note(report):
+        if len(report["memory_mb"]) >= 5 * soak.LEAST_CHECKS:
+            stop.set()
+
+    with tf_stitch.StitchSession(coalesce=False, threads=4, options=NATIVE) as session:
+        some = [subjects[0], replace(subjects[1], draw=leaking)]
+        report = soak.Soak(session, some, clients=2, check_s=0.1, stop=stop, note=note, rate=200.0).run(60.0)
+    found = [problem.split()[1] for problem in report["problems"]]
+    assert found == ([] if not leak_mb else ["(resident)", "(heap)"]), (report["growth_mb"], report["memory_mb"])
+
+
+def test_soak_shows_what_tenants_get_that_are_not_overloaded():
+    latencies = soak.Latencies(slo_s=0.1)
+    assert latencies.report() == {"requests": 0, "slo_attainment": None, "p50_ms": None, "p99_ms": None}
+    for _ in range(98):
+        latencies.add(0.01)
+    latencies.add(1.0)
+    latencies.add(None)
+    report = latencies.report()
+    assert report["requests"] == 100 and report["slo_attainment"] == 0.98
+    assert 10.0 <= report["p50_ms"] <= 10.5 and 1000.0 <= report["p99_ms"] <= 1050.0
+    latencies.add(0.01)
+    assert latencies.report()["p99_ms"] <= 10.5
+
+
+def test_soak_without_a_gpu_refuses_to_stand_for_one_with(monkeypatch, capsys):
+    monkeypatch.setattr(soak.tf.config, "list_physical_devices", lambda kind: [])
+    assert soak.main(["--gpu", "--budget", "0"]) == 1
+    assert "sees no GPU" in capsys.readouterr().err
 
 
 def test_soak_that_is_cut_short_leaves_a_report(subjects, tmp_path):
@@ -62,7 +127,7 @@ def test_soak_that_is_cut_short_leaves_a_report(subjects, tmp_path):
     assert report["finished"] and report["problems"] == [] and report["seconds"] < 50
     assert len(notes) == 1 and not notes[0]["finished"] and len(notes[0]["memory_mb"]) == 1
     notes[0]["title"] = "toys"
-    assert "cut short" in list(soak.tables(notes[0]))[1]
+    assert "cut short" in list(soak.tables(notes[0]))[-1]
 
 
 def test_soak_whose_budget_is_used_up_ends_at_once(tmp_path):
