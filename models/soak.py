@@ -13,9 +13,10 @@ Memory is that of the tenants that are there, and of requests under way.  So eve
 the tenants of the beginning, drains the session and has free memory given back to the system; what the process holds
 then is what is compared, in the second half of the run.  It grows when a line through it rises (by the median of all
 pairs' slopes) and its least values do, too: those of the last quarter against those of the one before.  What comes and
-goes, as a saw-tooth or once, does one of the two; a leak does both.  What TensorFlow frees of the host's memory must go
-back to malloc for that, not to a pool of its own that is touched bit by bit: the command sets
-TF_ONEDNN_USE_SYSTEM_ALLOCATOR, which has no effect on GPU memory.
+goes, as a saw-tooth or once, does one of the two; a leak does both.  What is freed must go back to the system for that,
+which two pools would keep, touched bit by bit: TensorFlow's own of the host's memory, and what glibc's malloc holds for
+each of many threads (up to 8 arenas per core).  So the command has TensorFlow use malloc
+(TF_ONEDNN_USE_SYSTEM_ALLOCATOR), and malloc few arenas.
 
 Latencies are not judged, so other work on the machine does no harm.  They are shown, against the SLO, for requests that
 nobody cancelled, that had no timeout of their own, and whose tenant was not overloaded by a burst meanwhile.  The
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import ctypes
 import itertools
 import math
 import os
@@ -43,6 +45,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+if __name__ == "__main__":  # before anything has threads
+    os.environ.setdefault("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "1")
+    ctypes.CDLL(None).mallopt(-8, 4)  # M_ARENA_MAX
 
 import numpy as np
 import tensorflow as tf
@@ -67,7 +72,7 @@ SLO_MS = 200.0          # of every tenant
 CHECK_S = 5.0           # between looks at what memory is held
 LEAST_CHECKS = 3        # of memory in the last quarter, and in the one before, to judge whether it grows
 # What it may grow by in the second half of a run; the GPU's is taken in large blocks, and so is what libraries keep.
-GROWTH_MB = {"resident": 64, "heap": 32, "tensors": 32, "gpu": 64}
+GROWTH_MB = {"resident": 64, "heap": 32, "tensors": 32, "gpu": 128}
 CLOSING_S = 15.0        # of a budget, for the end
 WIDTH = 16
 
@@ -632,5 +637,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "1")  # TensorFlow reads it when it first allocates
     sys.exit(main())
