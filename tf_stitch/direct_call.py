@@ -2,9 +2,10 @@
 
 What Grappler left of such a function is replayed step by step: each StitchedProgram by its kernel alone
 (custom_ops/direct_call.cc), which reads the variables that the function captured, ops on such variables by theirs, and
-the few other nodes as eager ops.  The steps run in an order of the graph, with what writes to variables last.  A
-program that cannot run as it is (another shape than it is made for, say) declines; nothing has been written then, and
-the function itself is called.
+the few other nodes as eager ops.  Kernels that follow each other are one step, in which what they hand over never
+becomes a tensor of Python's.  The steps run in an order of the graph, with what writes to variables last.  A program
+that cannot run as it is (another shape than it is made for, say) declines; nothing has been written then, and the
+function itself is called.
 
 This uses internals of the one TensorFlow version that the package is built for.
 """
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 import os
 import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +43,7 @@ MOST_STEPS = 16
 KEPT_GRAPHS = 64
 ALIASES = frozenset({"Identity", "StopGradient", "PreventGradient", "Snapshot"})
 FREE = ALIASES | {"NoOp", "_Arg", "_Retval", "Const"}  # run no step
-ARGUMENT, CONSTANT, VARIABLE = range(3)  # kinds of a program's inputs, as in direct_call.cc
+ARGUMENT, CONSTANT, VARIABLE, VALUE = range(4)  # where a kernel's inputs come from, as in direct_call.cc
 WRITERS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatterAdd",
                      "ResourceScatterSub", "ResourceScatterUpdate", "ResourceApplyGradientDescent", ASSIGN})
 READERS = frozenset({"ReadVariableOp", "ResourceGather"})
@@ -94,11 +96,20 @@ class _No(Exception):
     """The graph cannot be replayed; says why."""
 
 
+class _Apart(Exception):
+    """An op's kernel cannot follow those of programs in one call, as it takes a value in other memory."""
+
+    def __init__(self, node: str):
+        super().__init__(node)
+        self.node = node
+
+
 @dataclass(slots=True)
-class _Program:
-    """A step that is a stitched program, by its kernel, which knows the values that it takes."""
+class _Kernels:
+    """A step that is programs, and ops on variables behind them: their kernels, which know the values they take."""
 
     call: int
+    writes: bool
 
 
 @dataclass(slots=True)
@@ -107,6 +118,7 @@ class _Op:
     the time on the host, and an eager op where that declines (an input lies in other memory, say)."""
 
     call: int | None
+    writes: bool
     name: str
     device: str | None
     inputs: list[int]
@@ -120,13 +132,13 @@ class Direct:
 
     Attributes:
       results: which values are the function's results; values are the arguments, ``fixed``, then every step's results.
-      only: the graph is one program, whose results are the function's, in order.
+      only: the call of the one step, whose results are the function's, in order.
       unwritten: how many steps come before the first one that writes to a variable.
     """
 
     context: Any
     fixed: list[Any]
-    steps: list[_Program | _Op]
+    steps: list[_Kernels | _Op]
     results: list[int]
     only: int | None
     unwritten: int
@@ -151,23 +163,23 @@ class Direct:
         if local.device_name or local.op_callbacks or ctx._context_handle is not self.context \
                 or cancellation.context() is not None or not self.owned:
             return None
+        if self.only is not None:
+            out: list[Any] = []
+            return out if _run(self.only, leaves, out) else None
+        values = leaves + self.fixed
         try:
-            if self.only is not None:
-                out: list[Any] = []
-                return out if _run(self.only, leaves, out) else None
-            values = leaves + self.fixed
             if not self._ran(self.steps[:self.unwritten], values):
                 return None
         except errors_impl.OpError:
             return None
         return [values[i] for i in self.results] if self._ran(self.steps[self.unwritten:], values) else None
 
-    def _ran(self, steps: list[_Program | _Op], values: list[Any]) -> bool:
-        """Runs steps, whose results it appends to ``values``; False when one declined."""
+    def _ran(self, steps: list[_Kernels | _Op], values: list[Any]) -> bool:
+        """Runs steps, whose results it appends to ``values``; False when one declined, which has written nothing."""
         for step in steps:
             if step.call is not None and _run(step.call, values, values):
                 continue
-            if isinstance(step, _Program):
+            if isinstance(step, _Kernels):
                 return False
             values += self._execute(step, [values[i] for i in step.inputs])
         return True
@@ -182,8 +194,7 @@ class Direct:
 def _run(call: int, inputs: list[Any], results: list[Any]) -> bool:
     code = _library().tf_stitch_direct_call(call, inputs, results)
     if code > 0:
-        message = runtime.library().tf_stitch_direct_error().decode(errors="replace")
-        raise errors_impl.exception_type_from_error_code(code)(None, None, message)
+        raise errors_impl.exception_type_from_error_code(code)(None, None, _error())
     return code == 0
 
 
@@ -193,8 +204,14 @@ def _delete(calls: list[int]) -> None:
         runtime.library().tf_stitch_direct_delete(calls.pop())
 
 
+Input = tuple[int, Any]  # of a kernel: a kind, and a value's number, an eager tensor or a variable's handle
+
+
 class _Maker:
-    """Makes the steps of one graph."""
+    """Makes the steps of one graph.
+
+    Values are numbered: the arguments, ``fixed``, then the results of all nodes in the order in which they run.
+    """
 
     def __init__(self, view: GraphView, order: Sequence[int], captures: Sequence[Any], leaves: Sequence[Any]):
         self.view, self.order, self.captures, self.leaves = view, order, captures, leaves
@@ -203,54 +220,120 @@ class _Maker:
         self.position: dict[Ref, int] = {}  # of values
         self.count = len(leaves)            # values so far
         self.owned: list[int] = []
+        self.apart: set[str] = set()        # ops that have to be steps of their own
 
     def make(self) -> Direct:
-        nodes = self._ordered()
         self._arguments()
-        for ref in {r for n in nodes if n.op != STITCHED for r in n.inputs} | set(self.view.rets):
-            self._fix(ref)
-        steps: list[_Program | _Op] = []
-        try:
-            for n in nodes:
-                steps.append(self._program(n) if n.op == STITCHED else self._op(n))
-                for port in range(self.view.num_outputs(n.name)):
-                    self.position[n.name, port] = self.count
-                    self.count += 1
-            return self._direct(steps)
-        except BaseException:
-            _delete(self.owned)
-            raise
+        nodes = self._ordered()
+        parts = self._parts(nodes)
+        while True:
+            try:
+                return self._direct(parts)
+            except _Apart as op:
+                _delete(self.owned)
+                self.apart.add(op.node)
+                parts = self._parts(nodes)
+            except BaseException:
+                _delete(self.owned)
+                raise
 
-    def _direct(self, steps: list[_Program | _Op]) -> Direct:
+    def _parts(self, nodes: Sequence[NodeView]) -> list[list[NodeView]]:
+        """The nodes of each step: programs with what follows on them, or one op of TensorFlow's."""
+        parts: list[list[NodeView]] = []
+        for n in nodes:
+            if parts and parts[-1][0].op == STITCHED and self._follows(n, parts[-1]):
+                parts[-1].append(n)
+            else:
+                parts.append([n])
+        own = sum(p[0].op != STITCHED for p in parts)
+        device = "GPU" if self._uses_gpu(nodes) else "CPU"
+        if own > MOST_OPS[device]:
+            raise _No(f"it has {own} ops of TensorFlow's own beside its programs")
+        return parts
+
+    def _follows(self, n: NodeView, part: Sequence[NodeView]) -> bool:
+        """Whether a kernel may be run behind others, with nothing of Python between them."""
+        if n.op == STITCHED or n.device != part[0].device:
+            return n.device == part[0].device
+        inside = {p.name for p in part}
+        return n.op in WRITERS | READERS and n.name not in self.apart and all(
+            self._handle(ref) is not None if self.view.dtype(ref) == "resource" else self._source(ref)[0] in inside
+            for ref in n.inputs)
+
+    def _direct(self, parts: Sequence[Sequence[NodeView]]) -> Direct:
+        self._number(parts)
         given = len(self.leaves) + len(self.fixed)
         results = [self._value(r) for r in self.view.rets]
-        if any(i < given for i in results):
-            raise _No("a result is an input")
-        first = steps[0]
-        whole = len(steps) == 1 and not self.fixed and results == list(range(given, self.count))
-        only = first.call if whole and isinstance(first, _Program) else None
-        writes = (i for i, s in enumerate(steps) if isinstance(s, _Op) and s.name in WRITERS)
-        return Direct(self.context, self.fixed, steps, results, only, next(writes, len(steps)), self.owned)
+        if any(len(self.leaves) <= i < given for i in results):
+            raise _No("a result is a captured tensor")
+        if len(parts) == 1 and not self.fixed:
+            only = self._kernels(parts[0], range(given), results)
+            return Direct(self.context, [], [only], [], only.call, 0, self.owned)
+        steps, place = self._steps(parts, results)
+        unwritten = next((i for i, s in enumerate(steps) if s.writes), len(steps))
+        return Direct(self.context, self.fixed, steps, [place[i] for i in results], None, unwritten, self.owned)
+
+    def _number(self, parts: Sequence[Sequence[NodeView]]) -> None:
+        self.position = {ref: i for ref, i in self.position.items() if i < len(self.leaves)}
+        self.count, self.fixed = len(self.leaves), []
+        for ref in {r for p in parts if p[0].op != STITCHED for r in p[0].inputs} | set(self.view.rets):
+            self._fix(ref)
+        for n in itertools.chain(*parts):
+            for port in range(self.view.num_outputs(n.name)):
+                self.position[n.name, port] = self.count
+                self.count += 1
+
+    def _steps(self, parts: Sequence[Sequence[NodeView]], results: Sequence[int]
+               ) -> tuple[list[_Kernels | _Op], dict[int, int]]:
+        """The steps, and where a replay has what is returned: no step gives values that only itself reads."""
+        count = givens = len(self.leaves) + len(self.fixed)
+        place = {i: i for i in range(givens)}
+        copies: dict[int, int] = {}  # a result that is an argument is another tensor
+        returned = [i for i in dict.fromkeys(results) if i < givens]
+        read = [self._read(p) for p in parts]
+        steps: list[_Kernels | _Op] = []
+        for k, part in enumerate(parts):
+            shown = self._outputs(part)
+            if part[0].op != STITCHED:
+                steps.append(self._op(part[0], place))
+            else:
+                needed = set(results).union(*read[k + 1:])
+                shown, returned = [i for i in shown if i in needed] + returned, []
+                steps.append(self._kernels(part, place, shown))
+            at = {i: count + j for j, i in enumerate(shown)}
+            count += len(shown)
+            place.update((i, k) for i, k in at.items() if i >= givens)
+            copies.update((i, k) for i, k in at.items() if i < givens)
+        return steps, place | copies
 
     # --- which nodes, in which order ----------------------------------------------------------------
 
     def _ordered(self) -> list[NodeView]:
         """The nodes to run, what writes to variables last; a variable that only programs read is read by them."""
         nodes = [n for n in self.view if n.op not in FREE and not self._is_read_by_programs(n)]
-        programs = sum(n.op == STITCHED for n in nodes)
-        own = sum(n.op not in (STITCHED, ASSIGN) for n in nodes)
-        device = "GPU" if any(_on_gpu(n.device) for n in nodes) else "CPU"
-        if not programs or own > MOST_OPS[device]:
-            raise _No(f"it has {programs} programs and {own} ops of TensorFlow's own")
+        if all(n.op != STITCHED for n in nodes):
+            raise _No("it has no programs")
         late: set[str] = set()  # what waits for something that writes
         for n in self.view:
             if n.op in WRITERS or not late.isdisjoint((*(src for src, _ in n.inputs), *n.control_inputs)):
                 late.add(n.name)
         for n in nodes:
             self._check(n, late)
-        if device == "GPU" and any(self.view.dtype(r) in HOST_TYPES for r in self.view.rets):
-            raise _No("a result is an integer that functions hand out on the host")
+        if self._uses_gpu(nodes):
+            self._check_results()
         return [n for n in nodes if n.name not in late] + [n for n in nodes if n.name in late]
+
+    def _uses_gpu(self, nodes: Iterable[NodeView]) -> bool:
+        return any(_on_gpu(n.device) for n in nodes)
+
+    def _check_results(self) -> None:
+        """Raises where a function would hand out a result on the host."""
+        for ref in self.view.rets:
+            if self.view.dtype(ref) in HOST_TYPES:
+                raise _No("a result is an integer that functions hand out on the host")
+            argument = self.position.get(self._source(ref))  # nothing else has a number yet
+            if argument is not None and not _on_gpu(self.leaves[argument].backing_device):
+                raise _No("a result is an argument that lies on the host")
 
     def _is_read_by_programs(self, n: NodeView) -> bool:
         readers = {self.view[reader].op for reader, _, _ in self.view.consumers(n.name)}
@@ -309,7 +392,16 @@ class _Maker:
 
     # --- steps --------------------------------------------------------------------------------------
 
-    def _op(self, n: NodeView) -> _Op:
+    def _outputs(self, part: Sequence[NodeView]) -> list[int]:
+        return [self.position[n.name, port] for n in part for port in range(self.view.num_outputs(n.name))]
+
+    def _read(self, part: Sequence[NodeView]) -> set[int]:
+        """The values that a step reads."""
+        if part[0].op != STITCHED:
+            return {self._value(r) for r in part[0].inputs}
+        return {given for n in part for kind, given in self._inputs(n) if kind == ARGUMENT}
+
+    def _op(self, n: NodeView, place: Mapping[int, int]) -> _Op:
         signature = op_def(n.op)
         assert signature is not None
         attrs: list[Any] = []
@@ -317,47 +409,66 @@ class _Maker:
             value = n.attr_proto(a.name)
             if value is not None:
                 attrs += [a.name, _attr(value)]
-        return _Op(self._kernel(n), n.op, n.device or None, [self._value(r) for r in n.inputs], tuple(attrs),
-                   self.view.num_outputs(n.name))
+        return _Op(self._kernel(n, place), n.op in WRITERS, n.op, n.device or None,
+                   [place[self._value(r)] for r in n.inputs], tuple(attrs), self.view.num_outputs(n.name))
 
-    def _kernel(self, n: NodeView) -> int | None:
+    def _kernel(self, n: NodeView, place: Mapping[int, int]) -> int | None:
         """A call of the kernel of an op on captured variables; None for other ops."""
         if n.op not in WRITERS | READERS or not n.device:
             return None
         given = range(len(self.leaves), len(self.leaves) + len(self.fixed))
-        inputs: list[tuple[int, Any]] = []
         for ref in n.inputs:
             is_handle = self.view.dtype(ref) == "resource"
-            found = self._constant(self._source(ref)) if is_handle else self._value(ref)
-            if found is None or (not is_handle and found in given):
+            if (is_handle and self._handle(ref) is None) or (not is_handle and self._value(ref) in given):
                 return None
-            inputs.append((CONSTANT if is_handle else ARGUMENT, found))
-        return self._call(n, inputs)
+        return self._kernels([n], place, self._outputs([n])).call
 
-    def _program(self, n: NodeView) -> _Program:
-        inputs = [self._input(ref, n.device) for ref in n.inputs]
-        host = {i for i, (kind, given) in enumerate(inputs) if kind != VARIABLE and self._is_on_host(kind, given)}
-        return _Program(self._call(n, inputs, host))
+    def _kernels(self, part: Sequence[NodeView], place: Mapping[int, int] | Sequence[int], shown: Sequence[int]
+                 ) -> _Kernels:
+        """A call of kernels, one behind the other; ``place`` says where a replay has values that are not their own, and
+        ``shown`` are the values that it gets of this call.
+        """
+        own = {i: k for k, i in enumerate(self._outputs(part))}
+        call = _new(self.context, part[0].device)
+        self.owned.append(call)
+        for n in part:
+            inputs = [(VALUE, own[given]) if kind == ARGUMENT and given in own
+                      else (kind, place[given] if kind == ARGUMENT else given) for kind, given in self._inputs(n)]
+            why = _add(call, self._alone(n), inputs, n.op in WRITERS)
+            if why and n.op != STITCHED and len(part) > 1:
+                raise _Apart(n.name)
+            if why:
+                raise _No(why)
+        _show(call, [(VALUE, own[i]) if i in own else (ARGUMENT, i) for i in shown])
+        return _Kernels(call, any(n.op in WRITERS for n in part))
 
-    def _call(self, n: NodeView, inputs: Sequence[tuple[int, Any]], host: Set[int] = frozenset()) -> int:
-        """A call of a node's kernel alone; ``host`` are the inputs that lie in host memory."""
+    def _alone(self, n: NodeView) -> bytes:
+        """The node for its kernel, which copies what a program does not get on the device."""
         assert n.proto is not None
-        fixed = [given for kind, given in inputs if kind != ARGUMENT]
-        places = iter(range(len(fixed)))
-        indices = [given if kind == ARGUMENT else next(places) for kind, given in inputs]
         node = node_def_pb2.NodeDef()
         node.CopyFrom(n.proto)
+        inputs = self._inputs(n)
         node.input[:] = [f"input_{i}" for i in range(len(inputs))]
         node.attr.pop("_class", None)
-        if host and _on_gpu(n.device):  # the kernel copies what it does not get on the device
+        host = {i for i, (kind, given) in enumerate(inputs) if kind != VARIABLE and self._is_on_host(kind, given)}
+        if n.op == STITCHED and host and _on_gpu(n.device):
             already = node.attr["_input_hostmem"].list.i
             node.attr["_input_hostmem"].list.i[:] = sorted({*already, *host})
-        call = _new(self.context, n.device, node.SerializeToString(), [kind for kind, _ in inputs], indices, fixed)
-        self.owned.append(call)
-        return call
+        return node.SerializeToString()
 
-    def _input(self, ref: Ref, device: str) -> tuple[int, Any]:
-        """Of a program on ``device``: an argument's position, a constant's value or a variable's handle."""
+    def _inputs(self, n: NodeView) -> list[Input]:
+        """Where a kernel's inputs come from: values by their numbers, constants, and variables that programs read."""
+        if n.op == STITCHED:
+            return [self._input(ref, n.device) for ref in n.inputs]
+        return [(CONSTANT, self._handle(ref)) if self.view.dtype(ref) == "resource" else (ARGUMENT, self._value(ref))
+                for ref in n.inputs]
+
+    def _handle(self, ref: Ref) -> Any | None:
+        """The handle of a variable that the function captured; None for others."""
+        return self._constant(self._source(ref))
+
+    def _input(self, ref: Ref, device: str) -> Input:
+        """Of a program on ``device``."""
         ref = self._source(ref)
         node = self.view[ref[0]]
         given = range(len(self.leaves), len(self.leaves) + len(self.fixed))
@@ -366,7 +477,7 @@ class _Maker:
                 raise _No(f"a program reads '{ref[0]}' of another device")
             return ARGUMENT, self.position[ref]
         if node.op == "ReadVariableOp":
-            handle = self._constant(self._source(node.inputs[0]))
+            handle = self._handle(node.inputs[0])
             if handle is None or handle.dtype != tf.resource:
                 raise _No("a variable is no captured one")
             return VARIABLE, handle
@@ -413,9 +524,13 @@ def _library() -> ctypes.PyDLL:
     lib.tf_stitch_direct_delete.argtypes = [ctypes.c_void_p]
     held = runtime.python_library()
     held.tf_stitch_direct_new.restype = ctypes.c_void_p
+    held.tf_stitch_direct_new.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     ints = ctypes.POINTER(ctypes.c_int)
-    held.tf_stitch_direct_new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t,
-                                          ctypes.c_int, ints, ints, ctypes.py_object]
+    held.tf_stitch_direct_add.restype = ctypes.c_int
+    held.tf_stitch_direct_add.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int, ints, ints,
+                                          ctypes.py_object, ctypes.c_int]
+    held.tf_stitch_direct_results.restype = None
+    held.tf_stitch_direct_results.argtypes = [ctypes.c_void_p, ctypes.c_int, ints, ints]
     wrapper = ctypes.CDLL(tf.sysconfig.get_lib() + "/python/lib_pywrap_tensorflow_common.so")
     python = ctypes.pythonapi
     functions = [wrapper._Z18EagerTensor_HandlePK7_object, wrapper._Z21EagerTensorFromHandleP16TFE_TensorHandleb,
@@ -428,12 +543,36 @@ def _library() -> ctypes.PyDLL:
     return held
 
 
-def _new(handle: Any, device: str, node: bytes, kinds: list[int], indices: list[int], fixed: list[Any]) -> int:
+def _new(handle: Any, device: str) -> int:
+    """A call without kernels, in an eager context."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    array = ctypes.c_int * len(kinds)
-    call = _library().tf_stitch_direct_new(pointer(handle, None), device.encode(), node, len(node), len(kinds),
-                                           array(*kinds), array(*indices), fixed)
+    call = _library().tf_stitch_direct_new(pointer(handle, None), device.encode())
     if not call:
-        raise _No(runtime.library().tf_stitch_direct_error().decode(errors="replace"))
+        raise _No(_error())
     return call
+
+
+def _add(call: int, node: bytes, inputs: Sequence[Input], writes: bool) -> str:
+    """Adds a kernel to a call; "" or why it cannot be one of its kernels."""
+    fixed = [given for kind, given in inputs if kind in (CONSTANT, VARIABLE)]
+    places = iter(range(len(fixed)))
+    indices = [next(places) if kind in (CONSTANT, VARIABLE) else given for kind, given in inputs]
+    added = _library().tf_stitch_direct_add(call, node, len(node), len(inputs), _ints([k for k, _ in inputs]),
+                                            _ints(indices), fixed, writes)
+    return "" if added else _error()
+
+
+def _show(call: int, results: Sequence[tuple[int, int]]) -> None:
+    """Says what a call returns: arguments and values."""
+    _library().tf_stitch_direct_results(call, len(results), _ints([k for k, _ in results]),
+                                        _ints([i for _, i in results]))
+
+
+def _ints(values: Sequence[int]) -> Any:
+    return (ctypes.c_int * len(values))(*values)
+
+
+def _error() -> str:
+    message: bytes = runtime.library().tf_stitch_direct_error()
+    return message.decode(errors="replace") or "TensorFlow gives no reason"

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import cancellation, context
 from tensorflow.python.framework import op_callbacks
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 import tf_stitch
 from tf_stitch import bench, direct_call
@@ -255,8 +256,9 @@ def test_variables_with_sparse_updates_are_read(count):
 def test_a_variable_that_a_program_reads_twice_is_locked_once(count, monkeypatch):
     """Beside writers, a second lock of the same mutex may wait for one that waits for the first."""
     made = []
-    new = direct_call._new
-    monkeypatch.setattr(direct_call, "_new", lambda *args: made.append(args[3:5]) or new(*args))
+    add = direct_call._add
+    monkeypatch.setattr(direct_call, "_add", lambda call, node, inputs, writes: made.append(
+        [kind for kind, _ in inputs]) or add(call, node, inputs, writes))
     v = tf.Variable(np.ones((64, 8), np.float32))
 
     @tf_stitch.function(autograph=False)
@@ -281,7 +283,7 @@ def test_a_variable_that_a_program_reads_twice_is_locked_once(count, monkeypatch
     stop.set()
     for t in writers:
         t.join(60)
-    assert [kinds.count(direct_call.VARIABLE) for kinds, _ in made] == [2] and count.replayed > 250
+    assert [kinds.count(direct_call.VARIABLE) for kinds in made] == [2] and count.replayed > 250
     for y in got:
         np.testing.assert_allclose(y, np.tanh(2 + x.numpy()) * np.exp(-1), rtol=1e-5)
 
@@ -413,16 +415,114 @@ def test_denormals_are_zero_on_every_way(count):
 
 
 def test_what_is_not_replayed(count):
-    """Random ops have a state of their own in the function; a result that is an argument is a tensor of its own."""
+    """Random ops have a state of their own in the function; a result that is captured lies where it was made."""
+    c = tf.constant([5.0])
+
     def noise(x):
         return tf.exp(x) * 2 + tf.random.uniform([3], seed=1)
 
-    f, g = tf_stitch.function(noise), tf_stitch.function(lambda x: (x, tf.exp(x) * 2 + 1))
+    f, g = tf_stitch.function(noise), tf_stitch.function(lambda x: (c, tf.exp(x) * 2 + 1))
     for _ in range(4):
         f(A)
-        same, _ = g(A)
-        assert same is not A
+        np.testing.assert_array_equal(g(A)[0], c)
     assert not count.replayed and not count.declined
+
+
+def between_programs(x):
+    y = tf.exp(x) * 2 + 1
+    return x, tf.linalg.inv(y[None, :1]) + 1, x, y
+
+
+@pytest.mark.parametrize("make", [lambda: lambda x: (tf.exp(x) * 2 + 1, x, x), lambda: between_programs],
+                         ids=["one step", "several"])
+def test_results_that_are_arguments(count, make):
+    """They are other tensors, as a function's are."""
+    stitched, plain = pair(make)
+    for x in (A, A, A, B, B):
+        got = stitched(x)
+        check(got, plain(x))
+        assert len({id(t) for t in (x, *got)}) == 1 + len({id(t) for t in got}) and all(t is not x for t in got)
+    assert count.replayed == 3 and not count.declined
+
+
+def step(*variables):
+    """Several updates, one of which is read again, and a result that is an argument."""
+    def call(x):
+        for v in variables:
+            v.assign_add(tf.tanh(v * x) + 0.5)
+        return variables[0].read_value() * 2, x
+
+    return call
+
+
+def test_only_results_become_tensors(count, monkeypatch):
+    """The values of 40 variables stay in C++."""
+    made = []
+    run = direct_call._run
+    monkeypatch.setattr(direct_call, "MOST_STEPS", 100)
+    monkeypatch.setattr(direct_call, "_run", lambda call, inputs, results: (
+        run(call, inputs, results), made.append(len(results)))[0])
+    variables = [tf.Variable(normal(3, seed=k)) for k in range(40)]
+    copies = [tf.Variable(v) for v in variables]
+    stitched, plain = tf_stitch.function(step(*variables)), tf.function(step(*copies))
+    for _ in range(5):
+        check(stitched(A), plain(A))
+    for v, c in zip(variables, copies, strict=True):
+        np.testing.assert_allclose(v, c, rtol=1e-5)
+    assert count.replayed == 3 and set(made) == {2}
+
+
+def test_a_variable_with_sparse_updates_is_read_and_written_in_one_call(count):
+    """It is locked while a program that reads it is run, and written to after that."""
+    variables, copies = ([tf.Variable(normal(3, seed=k)) for k in range(3)] for _ in range(2))
+    stitched, plain = tf_stitch.function(step(*variables)), tf.function(step(*copies))
+    for k in range(8):
+        if k > 3:  # reads are copies from now on
+            for v in (variables[1], copies[1]):
+                v.scatter_add(tf.IndexedSlices(tf.constant([0.5]), tf.constant([k % 3])))
+        check(stitched(A), plain(A))
+    for v, c in zip(variables, copies, strict=True):
+        np.testing.assert_allclose(v, c, rtol=1e-5)
+    assert count.replayed + count.declined == 6
+
+
+def test_values_that_were_read_stay_as_they_are(count):
+    """A result of a call shares no memory that a later call writes to."""
+    v = tf.Variable(normal(3))
+
+    def call(x):
+        before = v.read_value() * 1.5
+        v.assign_add(tf.exp(x) * 0.25)
+        return before, v.read_value()
+
+    stitched = tf_stitch.function(call)
+    value, results = v.numpy(), []
+    for _ in range(7):
+        results.append((stitched(A), value * 1.5, value + np.exp(A) * 0.25))
+        value = value + np.exp(A) * 0.25
+        v.assign_add(tf.ones(3))
+        value = value + 1
+    for got, *want in results:
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-5)
+    assert count.replayed == 5
+
+
+def test_an_uninitialized_variable_is_tensorflows_error(count):
+    v = UninitializedVariable(shape=[3], dtype=tf.float32)
+    stitched = tf_stitch.function(step(v))
+    for _ in range(3):
+        with pytest.raises((tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError)):
+            stitched(A)
+        assert not tf.raw_ops.VarIsInitializedOp(resource=v.handle)
+    v.assign([1.0, 2.0, 3.0])
+    for _ in range(4):
+        stitched(A)
+    want = np.float32([1, 2, 3])
+    for _ in range(4):
+        want = want + np.tanh(want * A) + 0.5
+    np.testing.assert_allclose(v, want, rtol=1e-5)
+    assert count.replayed >= 2
 
 
 def test_the_profiler_shows_function_and_programs(count):
