@@ -25,7 +25,7 @@ from ..program import serialize
 from ..program.program import AliasStep, Program
 from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
-from . import clusters, feeds, lists, loops, lower, updates
+from . import branches, clusters, feeds, lists, loops, lower, updates
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
 from .edits import with_known_shapes, without_dead, without_relays
@@ -132,6 +132,9 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
             if not any(n.op == OP for n in view):
                 if whole or library is not None:
                     source, view = _straight(source, library, view, options, keep, run, keep_ends)
+                if whole and isinstance(source, graph_pb2.GraphDef) and branches_pay(options):
+                    source = branches.written_out(source, view, keep | run)
+                    view = view if source is view.source else GraphView(source, library)
                 source = with_known_shapes(source, view, keep, run)
                 view = view if source is view.source else GraphView(source, library)
                 source = without_relays(source, view, keep | run | set(view.control_rets))
@@ -145,6 +148,11 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
         except Exception as e:  # a graph that cannot be understood is left alone
             why = _sentence(e)
     return _Place(name, source, view, options, keep_ends, why, keep, run | set(view.control_rets if view else ()))
+
+
+def branches_pay(options: Options) -> bool:
+    """Whether branches are written out: a CPU takes one without waiting for anything."""
+    return options.on_gpu
 
 
 def _straight(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: function_pb2.FunctionDefLibrary | None,

@@ -28,6 +28,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from ..ir.dtypes import DTYPES
+from .branches import KEEPS
 from .control import CONTROL_FLOW
 from .shapes import variable_shape
 from .variables import free_name
@@ -53,7 +54,8 @@ class _Update:
     after: list[list[NodeView]]
     shape: tuple[int | None, ...] = (0,)  # of the memory that the new value needs
     values: list[str] = field(default_factory=list)  # the inputs that name the values after each write
-    read: str = ""   # the input that names the old one; none for an AssignVariableOp
+    kept: str = ""   # the read whose value an AssignVariableOp may write (see branches.py)
+    read: str = ""   # the input that names the old one; none for an AssignVariableOp that keeps no value
 
     @property
     def write(self) -> NodeView:
@@ -165,7 +167,10 @@ def _update(view: GraphView, order: _Order, writes: Sequence[NodeView]) -> _Upda
         if shape is None or None in shape or any(view.proven_shape(w.inputs[1]) != shape for w in chain):
             return None
         return _Update(chain, before, after, shape)
-    return _Update(chain, before, after) if len(chain) == 1 else None
+    if len(chain) > 1:
+        return None
+    kept = chain[0].attr(KEEPS) and next((c for c in chain[0].control_inputs if c in {n.name for n in before}), None)
+    return _Update(chain, before, after, kept=kept or "") if kept or not chain[0].attr(KEEPS) else None
 
 
 def _follow_each_other(view: GraphView, order: _Order, chain: Sequence[NodeView],
@@ -233,14 +238,26 @@ class _Edit:
     def _value(self, u: _Update) -> None:
         """Adds the nodes that compute a variable's new value."""
         first = u.writes[0]
-        if first.op not in ARITHMETIC:
-            u.values = [self.view.ref_text(first.inputs[1])]
-            return
         dtype, device = _type(first), first.device
-        read = u.before[0].name if u.before else self._add(
-            "ReadVariableOp", f"{first.name}/read", [self.view.ref_text(first.inputs[0]),
-                                                     *(f"^{c}" for c in first.control_inputs)], device, dtype)
-        value = read
+        if first.op not in ARITHMETIC:
+            u.values, read = [self.view.ref_text(first.inputs[1])], u.kept
+            if not read:
+                return
+        else:
+            read = u.before[0].name if u.before else self._add(
+                "ReadVariableOp", f"{first.name}/read", [self.view.ref_text(first.inputs[0]),
+                                                         *(f"^{c}" for c in first.control_inputs)], device, dtype)
+            self._sum(u, read)
+        # Both come from one op: a program that reads the variable by itself hands on what it read.
+        both = node_def_pb2.NodeDef(name=free_name(f"{u.write.name}/both", self.taken), op="IdentityN",
+                                    device=device, input=[u.value, read])
+        both.attr["T"].list.type.extend([dtype, dtype])
+        self.made.append(both)
+        u.values[-1], u.read = both.name, f"{both.name}:1"
+
+    def _sum(self, u: _Update, value: str) -> None:
+        """Adds the nodes that compute what sums to a variable come to."""
+        dtype, device = _type(u.write), u.write.device
         for write in u.writes:
             # Other shapes are an error, not a broadcast.  Shapes that are known may rest on there being no error.
             given = self.view.ref_text(write.inputs[1])
@@ -248,12 +265,6 @@ class _Edit:
             self.made[-1].attr["shape"].shape.CopyFrom(tf.TensorShape(u.shape).as_proto())
             value = self._add(ARITHMETIC[write.op], f"{write.name}/value", [value, delta], device, dtype)
             u.values.append(value)
-        # Both come from one op: a program that reads the variable by itself hands on what it read.
-        both = node_def_pb2.NodeDef(name=free_name(f"{u.write.name}/both", self.taken), op="IdentityN",
-                                    device=device, input=[value, read])
-        both.attr["T"].list.type.extend([dtype, dtype])
-        self.made.append(both)
-        u.values[-1], u.read = both.name, f"{both.name}:1"
 
     def _add(self, op: str, name: str, inputs: Sequence[str], device: str, dtype: int) -> str:
         node = node_def_pb2.NodeDef(name=free_name(name, self.taken), op=op, device=device, input=inputs)
