@@ -17,6 +17,7 @@ from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.options import Options
 from tf_stitch.program.program import RESULT_DIMS, KernelStep, LibraryStep, Program
+from tf_stitch.schedule.group import Group
 from tf_stitch.schedule.target import CUDA, HOST, of_options
 
 SIZES = (0, 1, 2, 4, 5, 16, 17, 40, 100, 129)
@@ -214,3 +215,21 @@ def test_what_only_seemed_alike_is_planned_anew(monkeypatch):
     made = draft(graph, CUDA)
     monkeypatch.setattr(made.planner, "final", lambda planned: (_ for _ in ()).throw(_NotAlike()))
     assert [p.group for p in made.finish()] == [p.group for p in plan_scheduled(graph, CUDA)]
+
+
+@pytest.mark.parametrize("steps, far", [(64, False), (256, True)])
+def test_what_comes_from_memory_is_shared_out_to_all_multiprocessors(steps, far) -> None:
+    """A decoder's attention over its cache: fewer blocks than that do not read as fast as memory is.
+
+    Where the cache is in the GPU's own, as after the kernel before, fewer have less to do.
+    """
+    b = Builder()
+    cache = b.param((None, 12, steps, 64), "float32")
+    n = cache.shape[0]
+    weights = b.reshape(b.slice(cache, (0, 0, 0, 0), (n, 12, steps, 1)), (n, 12, steps))
+    graph = b.finish([b.dot(weights, cache, batch=((0, 1), (0, 1)), contract=((2,), (2,)))])
+    size = next(iter(D.symbols(n)))
+    small = variants.Range(size, 33, 64).bounded(graph)
+    nodes = tuple(node for node in small.nodes() if node.op != "param")
+    (part,) = schedule.build(Group(nodes, tuple(small.params), tuple(small.outputs)), CUDA).parts
+    assert (D.evaluate(part.blocks, {size.name: 33}) >= CUDA.cores) is far

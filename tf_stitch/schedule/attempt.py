@@ -31,7 +31,9 @@ TURN, TURN_NS = 4, 200  # elements that a thread of a GPU loads before it waits,
 DROPS = 16  # in how many steps, about, a GPU's block gives up all values that it may compute again
 IDLE = 0.25  # blocks that leave all multiprocessors idle but one would have to be so much faster
 OPS_PER_NS = 100  # element operations that a multiprocessor of a GPU does in a nanosecond
-STREAM = 40  # bytes that a multiprocessor of a GPU reads in a nanosecond
+STREAM = 40  # bytes that a multiprocessor of a GPU reads in a nanosecond,
+MEMORY = 4000  # and those that all of them read and write together
+FAR = 20 << 20  # bytes of a value that is not in the second-level cache when it is read
 ACROSS = 8  # elements along both sides of a transpose from which on staging it pays
 TABLES = frozenset({"segment", "search"})  # ops that read their first operand at any index
 LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
@@ -294,15 +296,30 @@ class Attempt:
         if have_products(self.nodes, self.target):
             self.product_ns = ProductTime(stages, frozenset(self.kept), self.axes, self.blocks, self.target.cores)
             others = sum(self._stage_ns(s, envs) for s in stages if not any(map(is_product, s.items)))
-            times = [self._product_time(self.product_ns, others, sizes) for sizes in self._sizes()]
+            times = [self._product_time(self.product_ns, others, stages, sizes) for sizes in self._sizes()]
             self.time = sum(times) / len(times)
         return D.floordiv(cost, PER_CYCLE) + 1
 
-    def _product_time(self, product_ns: ProductTime, others: float, sizes: Mapping[str, int]) -> float:
+    def _product_time(self, product_ns: ProductTime, others: float, stages: Sequence[Stage],
+                      sizes: Mapping[str, int]) -> float:
         """What a part with products takes at some sizes of unknown dims."""
         blocks = guess(self.blocks, sizes)
         idle = max(1 - blocks / self.target.cores, 0)
-        return -(-blocks // self.target.cores) * (product_ns(sizes) + others) * (1 + IDLE * idle)
+        busy = -(-blocks // self.target.cores) * (product_ns(sizes) + others) * (1 + IDLE * idle)
+        memory = self._far_bytes(stages, sizes) / min(STREAM * max(blocks, 1), MEMORY)
+        return max(busy, memory) + min(busy, memory) / 4
+
+    def _far_bytes(self, stages: Sequence[Stage], sizes: Mapping[str, int]) -> int:
+        """Bytes that come from memory and go there, of values that are too large for a cache."""
+        touched: dict[Node, int] = {}
+        for s in stages:
+            volume = guess(D.product(s.shape), sizes)
+            for i in s.items:
+                read = {n for n, _ in self.storage.reads.of(i, self.kept)} - self.members
+                for n in [*read, *([i.node] if i.space == OUT else [])]:
+                    touched[n] = touched.get(n, 0) + volume
+        amounts = (min(count, guess(n.size, sizes)) * DTYPES[n.dtype].size for n, count in touched.items())
+        return sum(size for size in amounts if size > FAR)
 
     def _sizes(self) -> list[dict[str, int]]:
         """Sizes of unknown dims that a part should suit: the upper half of a range, or up to the usual size."""
