@@ -25,6 +25,7 @@ PARTIAL_READS = frozenset({"slice", "gather", "gather_nd"})  # touch only what t
 NOMINAL_CORES = {"host": (2, 8, 64), "cuda": (132,)}
 WIDE = 2  # times as much a block loads in a turn of wide accesses
 BLOCKS_TOGETHER = 8  # on a core of a GPU
+TILE = 64  # rows, and columns, of what a library's block computes of a product
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Machine:
     library_launch: float = 0.0  # a call of the matrix library
     library_rate: float = 0.0  # multiply-adds per ns of the matrix library
     library_bandwidth: float = 0.0  # bytes per ns that it reads and writes
+    split: float = 0.0  # the least time of a product with fewer tiles than half of the cores: it is folded in parts,
+    split_inner: int = 0  # if it folds so many elements, which another kernel then adds
 
 
 MACHINES = {
@@ -54,7 +57,7 @@ MACHINES = {
     "cuda": Machine(launch=2000, core_bandwidth=35, total_bandwidth=4000, cache_bandwidth=60,
                     cache_bytes=20 << 20, op_time={0: 0.005, CHEAP: 0.01, EXPENSIVE: 0.08, COSTLY: 0.4},
                     product_time=0.012, blocks_share=False, turn=1024, turn_ns=200, library_launch=3500,
-                    library_rate=15000, library_bandwidth=2000),
+                    library_rate=15000, library_bandwidth=2000, split=7500, split_inner=256),
 }
 
 
@@ -228,7 +231,10 @@ def _spread(parts: list[Load], cores: int) -> tuple[float, float]:
 def _library_ns(dims: Sequence[int], m: Machine) -> float:
     batch, rows, columns, inner = dims
     elements = batch * (rows * inner + inner * columns + rows * columns)
-    return m.library_launch + max(math.prod(dims) / m.library_rate, 4 * elements / m.library_bandwidth)
+    ns = m.library_launch + max(math.prod(dims) / m.library_rate, 4 * elements / m.library_bandwidth)
+    tiles = batch * -(-rows // TILE) * -(-columns // TILE)
+    is_split = inner >= m.split_inner and 2 * tiles <= NOMINAL_CORES["cuda"][0]
+    return max(ns, m.split) if is_split else ns
 
 
 class CostModel:

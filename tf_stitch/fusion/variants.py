@@ -23,8 +23,7 @@ from .split import split_reductions
 
 BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)  # sizes up to which a plan of its own is tried: it suits their upper half;
 ROWS = 512  # this one where no products but rows are folded: more are a warp's each, fewer a block's
-WORTH = 1.03  # a plan of its own must save so much of its work at some size of its range: it is compiled, too.
-ONE = 1.005  # That for one row, where no size is unknown, gains more than estimates know of, and is wanted most often
+WORTH = 1.03  # a plan of its own must save so much of its work at some size of its range: it is compiled, too
 START_NS = 1300.0  # of a kernel's time: what every one takes, whatever it does
 
 
@@ -86,12 +85,12 @@ def estimates(plan: Draft, here: Range, found: Sequence[Range]) -> dict[int, Tim
 def pays(own: Mapping[int, Time], wider: Mapping[int, Time], here: Range) -> bool:
     """True where a range's own plan is faster than the one for more sizes, at an end of the range.
 
-    One from 0 on always is: the estimates do not know how threads share out rows.
+    One from 0 on always is: the estimates do not know how threads share out rows.  So is that for one row, where no
+    size is unknown: it gains more than estimates know of, and is wanted most often.
     """
     assert here.most is not None
-    worth = min(ONE, WORTH) if here.most == 1 else WORTH
-    return not here.least or any(wider[n].ns - own[n].ns > (worth - 1) * own[n].work_ns
-                                 for n in (here.least, here.most))
+    return not here.least or here.most == 1 or any(wider[n].ns - own[n].ns > (WORTH - 1) * own[n].work_ns
+                                                   for n in (here.least, here.most))
 
 
 def _deciding(graph: Graph, decides: Callable[[Node], bool]) -> D.Symbol | None:

@@ -235,7 +235,7 @@ def _tiles(primary: Node, nodes: list[Node], target: Target) -> Iterator[Tile]:
     share = max(guess(primary.size), 1)
     least_work = target.threads * A_LOAD if target.has_threads else target.block_work // 4
     per_block = min(max(total // target.min_blocks, least_work), target.block_work)
-    if not isinstance(D.upper(primary.size), int):
+    if target.is_host and not isinstance(D.upper(primary.size), int):
         per_block = max(per_block, target.block_work // 2)  # the guess says little about how much there is to share
     elements = max(per_block * share // max(total, share), 1)
     least = max(LINES // max(DTYPES[n.dtype].size for n in nodes), 16)
