@@ -291,6 +291,47 @@ def test_failed_swap_leaves_the_old_version(session, tmp_path):
     assert session.version("a") == session.stats()["tenants"]["a"]["version"]
 
 
+def _pair(x, n):
+    return {"y": x * tf.cast(n, tf.float32)}
+
+
+@pytest.mark.parametrize(("function", "signature", "why"), [
+    (lambda x: {"y": x}, [tf.TensorSpec([None, 2])], "it takes 'x', and the old one 'n', 'x'"),
+    (_pair, [tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int64)],
+     "its input 'n' is int64 \\[\\], and the old one's int32 \\[\\]"),
+    (_pair, [tf.TensorSpec([4, 2]), tf.TensorSpec([], tf.int32)],
+     "its input 'x' is float32 \\[4, 2\\], and the old one's float32 \\[\\?, 2\\]"),
+    (_pair, [tf.TensorSpec([None, 2, 1]), tf.TensorSpec([], tf.int32)], "its input 'x' is float32 \\[\\?, 2, 1\\]"),
+    (lambda x, n: {"z": x}, [tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)],
+     "its output 'y' is missing, and the old one's of float32"),
+    (lambda x, n: {"y": n}, [tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)],
+     "its output 'y' is of int32, and the old one's of float32"),
+])
+def test_a_version_that_does_not_fit_the_requests_is_refused(session, function, signature, why):
+    session.add("a", _pair, input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)], stitch=False)
+    with pytest.raises(OptionError, match=f"cannot take the old one's requests: of signature 'serving_default', {why}"):
+        session.swap("a", function, input_signature=signature, stitch=False)
+    np.testing.assert_array_equal(session.run("a", {"x": np.ones((3, 2)), "n": 2})["y"], np.full((3, 2), 2.0))
+
+
+def test_a_version_that_takes_more_and_gives_more_is_taken(session, tmp_path):
+    session.add("a", _pair, input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)], stitch=False)
+    more = [tf.TensorSpec([None, None]), tf.TensorSpec(None, tf.int32)]
+    session.swap("a", lambda x, n: {**_pair(x, n), "z": x}, input_signature=more, stitch=False)
+    assert set(session.run("a", {"x": np.ones((3, 5)), "n": 2})) == {"y", "z"}
+
+    module = tf.Module()
+    module.one = tf.function(lambda x: {"y": x}, input_signature=[tf.TensorSpec([2], name="x")])
+    module.two = tf.function(lambda x: {"y": x + 1}, input_signature=[tf.TensorSpec([2], name="x")])
+    tf.saved_model.save(module, str(tmp_path / "both"), signatures={"one": module.one, "two": module.two})
+    tf.saved_model.save(module, str(tmp_path / "first"), signatures={"one": module.one})
+    session.add("b", tmp_path / "both", signature="one", stitch=False)
+    with pytest.raises(OptionError, match="has no signature 'two', which the old one has"):
+        session.swap("b", tmp_path / "first", stitch=False)
+    session.swap("b", tmp_path / "both", signature="two", stitch=False)  # the default one becomes another
+    np.testing.assert_array_equal(session.run("b", np.zeros(2))["y"], np.ones(2))
+
+
 def test_function_with_given_signature(session):
     session.add("f", lambda x, n: (tf.tanh(x) * 2.0 + 1.0, x * n), input_signature=[
         tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.float32)])
@@ -712,6 +753,69 @@ def test_a_callback_may_end_its_session(end, gate):
     assert ended == [True, True] and max(took) < 5
     assert session.close(5) is True and session._dispatcher.outstanding == 0
     assert soon(lambda: workers() == before)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
+def test_a_callback_that_raises_ends_nothing(session, error, caplog):
+    session.add("a", scaled(2.0), verify=False)
+    before = workers()
+
+    def callback(_):
+        if threading.current_thread().name.startswith("tf_stitch_request"):
+            raise error
+
+    for i in range(8):  # more than there are threads
+        future = session.submit("a", rows(i))
+        future.add_done_callback(callback)
+        check(future.result(10), 2.0, rows(i))
+    assert session.drain(10) and workers() == before
+    assert session.stats()["tenants"]["a"]["answered"] == 8
+
+
+def test_a_future_that_its_holder_ended_is_let_be(session, gate):
+    session.add("a", gate.function, warmup=False, verify=False, stitch=False, max_in_flight=1)
+    futures = [session.submit("a", rows(i)) for i in range(6)]  # more than there are threads
+    gate.arrived()
+    for future in futures:
+        future.set_result("mine")
+    gate.open.set()
+    assert session.drain(10) and session._dispatcher.outstanding == 0
+    assert [future.result() for future in futures] == ["mine"] * 6
+    session.resume()
+    np.testing.assert_allclose(session.run("a", rows(0))["y"], rows(0) * 2 + 1, rtol=1e-6)
+
+
+def test_a_callback_that_adds_a_tenant_does_not_hold_up_the_end(gate):
+    session = tf_stitch.StitchSession(coalesce=False, threads=2, reserve=0, options=NATIVE)
+    session.add("a", gate.function, warmup=False, verify=False, stitch=False)
+    errors = []
+
+    def callback(_):
+        assert soon(lambda: session._closed)
+        try:
+            session.add("b", scaled(2.0))
+        except tf.errors.UnavailableError as error:
+            errors.append(error)
+
+    session.submit("a", rows(0)).add_done_callback(callback)
+    gate.arrived()
+    gate.open.set()
+    began = time.monotonic()
+    assert session.close(20) is True and time.monotonic() - began < 10
+    assert len(errors) == 1
+
+
+def test_a_collection_may_end_a_session_under_its_own_lock():
+    """On one of its threads, or of a caller that holds less than the session."""
+    before = workers()
+    session = tf_stitch.StitchSession(coalesce=False, threads=3)
+    dispatcher, folder = session._dispatcher, session._folder
+    session.itself = session  # garbage that only a collection finds
+    with dispatcher._lock:
+        del session
+        gc.collect()
+        assert folder.exists()
+    assert soon(lambda: workers() == before and not folder.exists())
 
 
 def test_a_session_is_not_copied(session):

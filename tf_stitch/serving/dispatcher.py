@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import logging
 import math
 import threading
 import time
@@ -29,6 +30,7 @@ NEVER_S = 1e9  # timeouts beyond it (30 years) are none: TensorFlow takes no suc
 LONGEST_WAIT_S = 5.0  # after it a best-effort request that may run goes first: none waits for ever
 NO_SLO_S = 1.0  # how urgent requests without a deadline are, to order them with others
 now = time.perf_counter
+_log = logging.getLogger(__name__)
 
 
 class Request:
@@ -111,24 +113,27 @@ class Dispatcher:
         Raises OptionError when the inputs do not fit, UnavailableError when no requests are taken,
         ResourceExhaustedError when the tenant has too many.
         """
-        model = tenant.model
-        endpoint = model.endpoint(endpoint_name)
-        request = Request(tenant, model, endpoint, endpoint.bind(inputs), timeout_s)
-        with self._lock:
-            while tenant.model is not request.model:  # swapped meanwhile
-                request.model, request.endpoint = tenant.model, tenant.model.endpoint(endpoint_name)
-                request.arrays = request.endpoint.bind(inputs)
-            self._admit(tenant)
-            request.model.outstanding += 1
-            tenant.tally.submitted += 1
-            if tenant.active < tenant.max_in_flight:
-                tenant.active += 1
-                self._make_ready(request)
-                if self._runnable():
-                    self._wake_one()
-            else:
-                tenant.waiting.append(request)
-        return request
+        while True:
+            model = tenant.model
+            endpoint = model.endpoint(endpoint_name)
+            request = Request(tenant, model, endpoint, endpoint.bind(inputs), timeout_s)
+            with self._lock:
+                if tenant.model is model:  # not swapped meanwhile
+                    self._take(request)
+                    return request
+
+    def _take(self, request: Request) -> None:
+        tenant = request.tenant
+        self._admit(tenant)
+        request.model.outstanding += 1
+        tenant.tally.submitted += 1
+        if tenant.active < tenant.max_in_flight:
+            tenant.active += 1
+            self._make_ready(request)
+            if self._runnable():
+                self._wake_one()
+        else:
+            tenant.waiting.append(request)
 
     def _admit(self, tenant: Tenant) -> None:
         if not self._accepts or tenant.removed:
@@ -165,17 +170,21 @@ class Dispatcher:
     def _answer(self, request: Request) -> None:
         value, error = self._run(request)
         latency_s = now() - request.submitted
-        cancelled = not request.future.set_running_or_notify_cancel()
+        cancelled = not _begins(request.future)
         with self._lock:
             request.tenant.tally.settle(latency_s, error, cancelled)
         if cancelled:
             return  # whoever cancelled it gets no answer
         self._answering.request = request
-        if error is not None:
-            request.future.set_exception(error)
-        else:
-            request.future.set_result(value)
-        self._answering.request = None
+        try:
+            if error is not None:
+                request.future.set_exception(error)
+            else:
+                request.future.set_result(value)
+        except BaseException:  # a callback's SystemExit, say, which is not to end this thread; futures log errors
+            _log.exception("A callback of a request to tenant '%s' ended with:", request.tenant.name)
+        finally:
+            self._answering.request = None
 
     def _run(self, request: Request) -> tuple[Any, BaseException | None]:
         if request.future.cancelled():
@@ -186,7 +195,7 @@ class Dispatcher:
         try:
             timeout_ms = 0 if left >= NEVER_S else max(1, math.ceil(left * 1e3))
             return request.endpoint(request.arrays, timeout_ms), None
-        except Exception as error:
+        except BaseException as error:  # whatever it is, it is the request's
             return None, error
 
     def _next(self, done: Request | None, wake: SimpleQueue[bool]) -> tuple[Request | None, ServedModel | None]:
@@ -356,6 +365,13 @@ class Dispatcher:
         self._closed, self._accepts = True, False
         self._workers, self._wakes, self._idle, self._outstanding = [], [], [], 0
 
+    def is_locked(self, patience_s: float = 0.2) -> bool:
+        """Whether the lock is held, perhaps by the calling thread, for so long."""
+        free = self._lock.acquire(timeout=patience_s)
+        if free:
+            self._lock.release()
+        return not free
+
     def _wait(self, done: Any, timeout_s: float | None) -> bool:
         self._waiters += 1
         try:
@@ -373,3 +389,11 @@ class Dispatcher:
     def outstanding(self) -> int:
         """Requests that were taken and have no answer yet."""
         return self._outstanding
+
+
+def _begins(future: Future[Any]) -> bool:
+    """False when it has ended: it was cancelled, or whoever holds it gave it a result."""
+    try:
+        return future.set_running_or_notify_cancel()
+    except RuntimeError:
+        return False

@@ -48,9 +48,20 @@ class Input:
         shape = self.shape
         if shape is not None and (len(shape) != value.ndim or any(
                 want is not None and want != got for want, got in zip(shape, value.shape))):
-            raise OptionError(f"Input '{self.name}' has shape {list(value.shape)}, and the signature takes "
-                              f"{['?' if d is None else d for d in shape]}.".replace("'?'", "?"))
+            raise OptionError(f"Input '{self.name}' has shape {_dims(value.shape)}, and the signature takes "
+                              f"{_dims(shape)}.")
         return value
+
+    def takes(self, other: Input) -> bool:
+        """Whether all that fits ``other`` fits."""
+        if self.dtype != other.dtype or self.shape is None:
+            return self.dtype == other.dtype
+        return other.shape is not None and len(self.shape) == len(other.shape) and all(
+            mine in (None, its) for mine, its in zip(self.shape, other.shape))
+
+    def text(self) -> str:
+        """Type and shape."""
+        return f"{tf.as_dtype(self.dtype).name} {'of any rank' if self.shape is None else _dims(self.shape)}"
 
     def _converted(self, value: Any) -> np.ndarray:
         try:
@@ -75,6 +86,10 @@ def _converts(kind: np.dtype, to: np.dtype) -> bool:
             or (kind.kind in NUMBERS and tf.as_dtype(to).is_floating))
 
 
+def _dims(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('?' if d is None else str(d) for d in shape)}]"
+
+
 class Endpoint:
     """A signature of a served model: what it takes, what it gives, and a prebuilt way in."""
 
@@ -82,6 +97,7 @@ class Endpoint:
         self.name = name
         self.inputs = tuple(_input(key, info) for key, info in sorted(definition.inputs.items()))
         self.outputs = tuple(sorted(definition.outputs))
+        self._types = {key: tf.as_dtype(info.dtype) for key, info in definition.outputs.items()}
         self._fetches = [definition.outputs[key].name for key in self.outputs]
         self._session = session
         self._lock = threading.Lock()
@@ -126,6 +142,20 @@ class Endpoint:
         """The inputs' types and shapes by name."""
         return {i.name: tf.TensorSpec(i.shape, tf.as_dtype(i.dtype) if i.dtype.kind != "O" else tf.string)
                 for i in self.inputs}
+
+    def why_not_for(self, old: Endpoint) -> str:
+        """Why this signature cannot take what ``old`` takes, and give what it gives; "" where it can."""
+        mine, its = ({i.name: i for i in e.inputs} for e in (self, old))
+        if mine.keys() != its.keys():
+            return f"it takes {self._names()}, and the old one {old._names()}"
+        for name, i in mine.items():
+            if not i.takes(its[name]):
+                return f"its input '{name}' is {i.text()}, and the old one's {its[name].text()}"
+        for name, kind in old._types.items():
+            if self._types.get(name) != kind:
+                has = f"of {self._types[name].name}" if name in self._types else "missing"
+                return f"its output '{name}' is {has}, and the old one's of {kind.name}"
+        return ""
 
     def _run_until(self, arrays: Sequence[np.ndarray], timeout_ms: int) -> list[Any]:
         graph = self._session.graph
@@ -211,6 +241,16 @@ class ServedModel:
             self._check_plain(signature)
             raise OptionError(f"The model has no signature '{signature}'; it has {', '.join(sorted(self.endpoints))}.")
         return found
+
+    def check_replaces(self, old: ServedModel) -> None:
+        """Raises OptionError when this version has no signature for requests that ``old`` takes."""
+        for name, before in old.endpoints.items():
+            after = self.default if name == old.default else name
+            if after not in self.endpoints:
+                raise OptionError(f"The new version has no signature '{after}', which the old one has.")
+            why = self.endpoints[after].why_not_for(before)
+            if why:
+                raise OptionError(f"The new version cannot take the old one's requests: of signature '{after}', {why}.")
 
     def _check_plain(self, signature: str | None) -> None:
         if signature in self._composite:

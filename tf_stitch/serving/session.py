@@ -115,7 +115,8 @@ class StitchSession:
             self._dispatcher = Dispatcher(threads, threads // 4 if reserve is None else reserve, beside)
             undo.pop_all()
         garbage.begin()
-        self._end = weakref.finalize(self, _end, self._dispatcher, self._tenants, self._folder, self.coalesce)
+        self._end = weakref.finalize(self, _end_here_or_apart, self._dispatcher, self._tenants, self._folder,
+                                     self.coalesce)
         _sessions.add(self)
         try:
             if metrics_port is not None:
@@ -154,6 +155,7 @@ class StitchSession:
         """
         if not isinstance(name, str) or not name or "\0" in name or not _is_unicode(name):
             raise OptionError(f"A tenant's name is text without NUL characters, and not empty; {name!r} is not.")
+        self._check_open()  # close() holds the lock below while it waits for requests, perhaps the caller's
         entitled = _entitled(slo_ms, priority, weight, max_in_flight, max_queue)
         slo_s = None if slo_ms is None else slo_ms / 1e3
         with self._changes:
@@ -188,14 +190,22 @@ class StitchSession:
 
         Requests that were taken before end on the old version, later ones run the new one.  When anything fails, the
         old version stays.  Arguments as in :meth:`add`.
+
+        Raises what :meth:`add` raises; OptionError when requests that the old version takes would not fit: the new one
+        must have its signatures, with inputs of the same names and types and at least its shapes, and at least its
+        outputs, of the same types.
         """
         tenant = self._tenant(name)
         with tenant.changing:
             source = _Source(model, signature or tenant.model.default, stitch, verify, input_signature, warmup)
-            loaded = self._warmed(tenant.key, source, tenant.model.device)
-            if not self._dispatcher.swap(tenant, loaded):
-                loaded.close()
-                raise OptionError(f"Tenant '{name}' was removed meanwhile.")
+            loaded = self._load(tenant.key, source, tenant.model.device)
+            with contextlib.ExitStack() as undo:
+                undo.callback(loaded.close)
+                loaded.check_replaces(tenant.model)
+                _warm(loaded, source.warmup)
+                if not self._dispatcher.swap(tenant, loaded):
+                    raise OptionError(f"Tenant '{name}' was removed meanwhile.")
+                undo.pop_all()
         garbage.settle()
 
     def remove(self, name: str, timeout_s: float | None = None) -> bool:
@@ -438,6 +448,14 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+def _end_here_or_apart(dispatcher: Dispatcher, *rest: Any) -> None:
+    """A collection of garbage may end a session that was dropped on one of its own threads, under its lock."""
+    if dispatcher.is_locked():
+        threading.Thread(target=_end, args=(dispatcher, *rest), daemon=True).start()
+    else:
+        _end(dispatcher, *rest)
 
 
 def _end(dispatcher: Dispatcher, tenants: dict[str, Tenant], folder: Path, coalesce: bool) -> None:
