@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import tf_stitch
 from tf_stitch import rewrites
-from tf_stitch.graph import branches, rewriter
+from tf_stitch.graph import branches, rewriter, updates
+from tf_stitch.graph.control import CONTROL_FLOW
 
 from .test_updates import both, variable
 
@@ -22,20 +23,20 @@ X, Y = tf.constant([1.0, -2.0, 3.0]), tf.constant([-1.0, 0.5, 0.0])
 def graphs(monkeypatch):
     """The graphs behind the step; branches are written out on a CPU, too."""
     made: list[tf.compat.v1.GraphDef] = []
-    write_out = branches.written_out
+    changed = updates.updates_as_values
 
     def spy(*args):
-        made.append(write_out(*args))
+        made.append(changed(*args))
         return made[-1]
 
-    monkeypatch.setattr(branches, "written_out", spy)
-    monkeypatch.setattr(rewriter, "branches_pay", lambda options: True)
+    monkeypatch.setattr(updates, "updates_as_values", spy)
+    monkeypatch.setattr(rewriter, "plain_ops_pay", lambda options: True)
     monkeypatch.setattr(rewrites, "remembered", lambda graph, options, what, make: make())  # not from the disk
     return made
 
 
 def is_written_out(graphs) -> bool:
-    return bool(graphs) and all(n.op not in ("Switch", "Merge") for n in graphs[-1].node)
+    return bool(graphs) and all(n.op not in CONTROL_FLOW for n in graphs[-1].node)
 
 
 def both_ways(make):
@@ -43,7 +44,7 @@ def both_ways(make):
     both(make, *[(x * s,) for s in (1.0, -1.0, 0.5) for x in (X, Y)])
 
 
-def updates():
+def left_out():
     """A step that is left out where the sum is not positive."""
     w, m, skipped = variable(1, 2, 3), variable(0, 0, 0), tf.Variable(0, dtype=tf.int64)
 
@@ -144,23 +145,34 @@ def a_variable_before():
     return step, [v]
 
 
-@pytest.mark.parametrize("make", [updates, nested, reads_between_writes, values_that_nobody_takes,
+@pytest.mark.parametrize("make", [left_out, nested, reads_between_writes, values_that_nobody_takes,
                                   two_in_a_row, a_variable_before])
 def test_the_same_as_the_branch_taken(graphs, make):
     both_ways(make)
     assert is_written_out(graphs)
 
 
-def test_all_writes_are_one(graphs, monkeypatch):
-    from tf_stitch.graph import updates as module
-
-    made = []
-    changed = module.updates_as_values
-    monkeypatch.setattr(module, "updates_as_values", lambda *a: made.append(changed(*a)) or made[-1])
-    both_ways(updates)
-    commit, = (n for n in made[-1].node if n.op == module.OP)
+def test_all_writes_are_one(graphs):
+    both_ways(left_out)
+    commit, = (n for n in graphs[-1].node if n.op == updates.OP)
     assert commit.attr["N"].i == 3 and len(commit.attr["updated"].list.i) == 3
-    assert not any(n.op.startswith("Assign") for n in made[-1].node)
+    assert not any(n.op.startswith("Assign") for n in graphs[-1].node)
+
+
+def one_stays():
+    """What is behind a branch that stays may have to wait for it."""
+    v, w = variable(1, 2, 3), variable(0, 0, 0)
+
+    def step(x, i):
+        if i < 3:
+            v.assign_add(x * tf.gather(v, i))
+        if i > 1:
+            v.assign_add(x)
+        if i > 0:
+            w.assign_add(x)
+        return v * 2 + w
+
+    return step, [v, w]
 
 
 def gathers():
@@ -221,7 +233,7 @@ def draws():
     return step, [v]
 
 
-@pytest.mark.parametrize("make", [gathers, divides, asserts, loops, draws])
+@pytest.mark.parametrize("make", [one_stays, gathers, divides, asserts, loops, draws])
 def test_branches_that_may_fail_or_do_more_stay(graphs, make):
     both(make, *[(X, tf.constant(i)) for i in (1, 5, 2, 6)])
     assert graphs and not is_written_out(graphs)
@@ -354,6 +366,6 @@ def test_random_branches(actions):
         return lambda x: run_all(actions, tf.reduce_sum(x)), variables
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewriter, "branches_pay", lambda options: True)
+        patch.setattr(rewriter, "plain_ops_pay", lambda options: True)
         patch.setattr(rewrites, "remembered", lambda graph, options, what, make: make())
         both(make, *[(x * s,) for s in (1.0, -1.0, 0.5) for x in (X, Y)])

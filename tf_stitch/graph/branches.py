@@ -57,7 +57,10 @@ def written_out(source: graph_pb2.GraphDef, view: GraphView, keep: Iterable[str]
     if not any(n.op in SWITCH for n in view) or any(n.op in CONTROL_FLOW - SWITCH - MERGE for n in view):
         return source
     graph = _Graph(view)
-    groups = [g for g in _groups(graph) if _Check(graph, g, frozenset(keep)).is_good()]
+    groups: list[_Group] = []
+    for g in _groups(graph):
+        if _Check(graph, g, frozenset(keep), groups).is_good():
+            groups.append(g)
     return _Edit(source, graph, groups).graph() if groups else source
 
 
@@ -70,15 +73,8 @@ class _Graph:
 
     def __init__(self, view: GraphView):
         self.view = view
-        # Whether what a merge waits for has run says nothing about whether the merge does.
-        flows = (Flow(n.name, n.op, n.inputs, () if n.op in MERGE else n.control_inputs) for n in view)
-        self.alive: dict[str, Alive] = {
-            name: c.alive for name, c in contexts(flows, {n.name: n.op for n in view}).items()}
-        self.bit = {n.name: 1 << k for k, n in enumerate(view)}
-        self.before: dict[str, int] = {}  # bits of all nodes that run before a node
-        for n in view:
-            sources = [*(name for name, _ in n.inputs), *n.control_inputs]
-            self.before[n.name] = functools.reduce(operator.or_, (self.before[s] | self.bit[s] for s in sources), 0)
+        self.alive = conditions(view)
+        self.bit, self.before = run_before(view)
 
     def is_before(self, first: NodeView, then: NodeView) -> bool:
         return bool(self.before[then.name] & self.bit[first.name])
@@ -97,6 +93,35 @@ class _Graph:
     def variable(self, n: NodeView) -> Ref | None:
         """The one that a node reads or writes."""
         return self.data(n.inputs[0]) if n.op in READERS | WRITERS else None
+
+    def acting_before(self, group: _Group, handle: Ref) -> list[NodeView]:
+        """What reads or may write a variable before a group's nodes do, and is none of them."""
+        inside = {n.name for n in (*group.inside, *group.switches)}
+        earlier = functools.reduce(operator.or_, (self.before[n.name] for n in group.inside
+                                                  if self.variable(n) == handle))
+        return [n for n in self.view if earlier & self.bit[n.name] and n.name not in inside and self._acts(n, handle)]
+
+    def _acts(self, n: NodeView, handle: Ref) -> bool:
+        if n.op in READERS | WRITERS:
+            return self.variable(n) == handle
+        return n.op not in CONTROL_FLOW | {"NoOp"} and not n.is_arg and may_have_effects(n.op)
+
+
+def conditions(view: GraphView) -> dict[str, Alive]:
+    """The conditions under which each node of a graph without loops runs."""
+    # Whether what a merge waits for has run says nothing about whether the merge does.
+    flows = (Flow(n.name, n.op, n.inputs, () if n.op in MERGE else n.control_inputs) for n in view)
+    return {name: c.alive for name, c in contexts(flows, {n.name: n.op for n in view}).items()}
+
+
+def run_before(view: GraphView) -> tuple[dict[str, int], dict[str, int]]:
+    """A bit for each node of a graph without loops, and the bits of all nodes that run before it."""
+    bit = {n.name: 1 << k for k, n in enumerate(view)}
+    before: dict[str, int] = {}
+    for n in view:
+        sources = [*(name for name, _ in n.inputs), *n.control_inputs]
+        before[n.name] = functools.reduce(operator.or_, (before[s] | bit[s] for s in sources), 0)
+    return bit, before
 
 
 def _predicate(switch: NodeView) -> str:
@@ -142,7 +167,8 @@ def _groups(graph: _Graph) -> list[_Group]:
             ended = {a.source for ref in n.inputs for a in graph.alive_through(ref)}
             for g in {id(of[s]): of[s] for s in ended}.values():
                 g.merges.append(n)
-    return list({id(g): g for g in of.values()}.values())
+    found = {id(g): g for g in of.values() if g.switches}.values()
+    return sorted(found, key=lambda g: min(graph.bit[n.name] for n in g.switches))
 
 
 @dataclass
@@ -152,6 +178,7 @@ class _Check:
     graph: _Graph
     group: _Group
     keep: frozenset[str]
+    others: list[_Group]  # that come before and are written out
 
     def is_good(self) -> bool:
         g = self.group
@@ -207,6 +234,9 @@ class _Check:
             return False
         if any(view.proven_shape(w.inputs[1]) != shape for w in writes) or len({n.device for n in nodes}) != 1:
             return False
+        plain = {n.name for g in self.others for n in g.inside}
+        if any(self.graph.alive[n.name] and n.name not in plain for n in self.graph.acting_before(self.group, handle)):
+            return False  # nobody can wait for what may not run
         return all(n is w or self.graph.is_before(n, w) or self.graph.is_before(w, n)
                    or _are_exclusive(self.graph.alive[n.name], self.graph.alive[w.name]) for n in nodes for w in writes)
 
@@ -356,20 +386,20 @@ class _Variable:
         self.device = touching[0].device
         self.dtype = tf.as_dtype(touching[0].attr("dtype")).as_datatype_enum
         self.text = edit.view.ref_text(handle)
-        inside = {n.name for n in (*group.inside, *group.switches)}
-        earlier = functools.reduce(operator.or_, (self.facts.before[n.name] for n in touching))
-        outside = [n for n in edit.view if earlier & self.facts.bit[n.name] and n.name not in inside]
-        self.waits = [f"^{n.name}" for n in outside if self._acts(n, WRITERS | READERS)]
-        writes = [f"^{n.name}" for n in outside if self._acts(n, WRITERS)]
-        self.read = edit.add("ReadVariableOp", f"{touching[0].name}/outside", [self.text, *writes], self.device,
-                             self.dtype)
+        before = self.facts.acting_before(group, handle)
+        self.waits = self._waits(before)
+        self.read = edit.add("ReadVariableOp", f"{touching[0].name}/outside", [
+            self.text, *self._waits(n for n in before if n.op not in READERS)], self.device, self.dtype)
         self.written: list[tuple[NodeView, str]] = []  # writes, and the variable's value behind each
 
-    def _acts(self, n: NodeView, ops: frozenset[str]) -> bool:
-        """Whether a node may write to the variable, or is one of ``ops`` on it."""
-        if n.op in READERS | WRITERS:
-            return n.op in ops and self.facts.variable(n) == self.handle
-        return n.op not in CONTROL_FLOW | {"NoOp"} and not n.is_arg and may_have_effects(n.op)
+    def _waits(self, nodes: Iterable[NodeView]) -> list[str]:
+        """Inputs that wait for nodes: for those of branches before, at the ends of these, which wait for all writes."""
+        names: dict[str, None] = {}
+        for n in nodes:
+            group = next((g for g in self.edit.groups if n in g.inside), None)
+            ends = [n] if group is None else [m for m in group.merges if self.facts.is_before(n, m)]
+            names.update(dict.fromkeys(f"^{m.name}" for m in ends))
+        return list(names)
 
     def meet(self, n: NodeView) -> None:
         """Gives a read its value, or notes what a write writes; nodes come in order."""

@@ -25,7 +25,7 @@ from ..program import serialize
 from ..program.program import AliasStep, Program
 from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
-from . import branches, clusters, feeds, lists, loops, lower, updates
+from . import branches, clusters, feeds, lists, loops, lower, optimizers, updates
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
 from .edits import with_known_shapes, without_dead, without_relays
@@ -132,7 +132,9 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
             if not any(n.op == OP for n in view):
                 if whole or library is not None:
                     source, view = _straight(source, library, view, options, keep, run, keep_ends)
-                if whole and isinstance(source, graph_pb2.GraphDef) and branches_pay(options):
+                if whole and isinstance(source, graph_pb2.GraphDef) and plain_ops_pay(options):
+                    source = optimizers.plain_updates(source, view)
+                    view = view if source is view.source else GraphView(source, library)
                     source = branches.written_out(source, view, keep | run)
                     view = view if source is view.source else GraphView(source, library)
                 source = with_known_shapes(source, view, keep, run)
@@ -150,8 +152,8 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
     return _Place(name, source, view, options, keep_ends, why, keep, run | set(view.control_rets if view else ()))
 
 
-def branches_pay(options: Options) -> bool:
-    """Whether branches are written out: a CPU takes one without waiting for anything."""
+def plain_ops_pay(options: Options) -> bool:
+    """Whether branches and optimizers' ops become plain ops: on a CPU there are no launches to be spared."""
     return options.on_gpu
 
 
