@@ -56,6 +56,28 @@ def test_integer_results_lie_on_the_host_as_a_functions_do(count):  # noqa: F811
         assert got.backing_device == want.backing_device
 
 
+def test_results_that_are_arguments(count):  # noqa: F811
+    def call(x, i):
+        return x, tf.exp(x) * 2 + tf.cast(i, tf.float32), x
+
+    stitched, plain = tf_stitch.function(call), tf.function(call)
+    x, i = tf.constant(normal(8)), tf.constant(3)
+    for _ in range(5):
+        got = stitched(x, i)
+        check(got, plain(x, i))
+        assert got[0] is not x and got[0].backing_device == x.backing_device
+    assert count.replayed == 3
+
+
+def test_an_argument_on_the_host_is_no_result(count):  # noqa: F811
+    stitched, plain = (wrap(lambda x: (x, tf.exp(x) * 2 + 1)) for wrap in (tf_stitch.function, tf.function))
+    with tf.device("/CPU:0"):
+        x = tf.identity(tf.constant(normal(8)))
+    for _ in range(4):
+        check(stitched(x), plain(x))
+    assert not count.replayed
+
+
 def test_training_steps(count):  # noqa: F811
     stitched, plain = tf_stitch.function(rows()), tf.function(rows())
     x = tf.constant(normal(3))

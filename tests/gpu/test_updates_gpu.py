@@ -7,6 +7,8 @@ import tensorflow as tf
 
 import tf_stitch
 from tests.gpu.test_op_gpu import exact_float32  # noqa: F401 (a fixture)
+from tests.graph import test_branches as branches
+from tests.graph import test_optimizers as optimizers
 from tests.graph.test_updates import (  # noqa: F401 (a fixture)
     adam,
     assign,
@@ -60,6 +62,23 @@ def test_a_write_since_the_read_is_not_lost(write, dtype):
     assign([v], [read], [read + 1], [0])
     np.testing.assert_array_equal(tf.cast(v, tf.float64), [12, 13, 14])
     np.testing.assert_array_equal(tf.cast(read, tf.float64), [1, 2, 3])
+
+
+@pytest.mark.parametrize("make", [branches.left_out, branches.nested, branches.reads_between_writes,
+                                  branches.values_that_nobody_takes, branches.two_in_a_row])
+def test_branches_are_written_out(graphs, make):  # noqa: F811
+    branches.both_ways(make)
+    assert branches.is_written_out(graphs)
+
+
+def test_a_step_with_a_scaled_loss_is_one_program(graphs):  # noqa: F811
+    branches.test_keras_scales_losses(graphs)
+    assert ops(graphs).count("AssignVariableOp") <= 1  # the count of steps is an integer on the host
+
+
+@pytest.mark.parametrize("name", ["Momentum, ahead", "CenteredRMSProp", "Adam", "Adadelta"])
+def test_optimizers_ops(graphs, name):  # noqa: F811
+    optimizers.test_every_op(graphs, name)
 
 
 def test_no_update_of_threads_that_run_at_once_is_lost():
