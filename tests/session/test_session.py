@@ -457,6 +457,48 @@ def test_timeouts(session, gate):
     assert counts["expired"] == 1 and counts["late"] >= 1  # the first one took longer than its SLO
 
 
+@pytest.mark.parametrize("where", ["its tenant's queue", "the threads' queue"])
+def test_a_timeout_ends_a_request_that_waits(session, gate, where):
+    few = {"max_in_flight": 1} if where == "its tenant's queue" else {}
+    session.add("a", gate.function, warmup=False, verify=False, stitch=False, **few)
+    running = [session.submit("a", rows(0)) for _ in range(1 if few else 4)]  # as many as there are threads
+    for _ in running:
+        gate.arrived()
+    ended = threading.Semaphore(0)
+    slow = session.submit("a", rows(1), timeout_ms=60_000)
+    waiting = [session.submit("a", rows(i), timeout_ms=ms) for i, ms in enumerate((300.0, 50.0, 0.0, 50.0))]
+    waiting[0].add_done_callback(lambda _: ended.release())
+    waiting[3].cancel()
+    began = time.monotonic()
+    for future in waiting[:3]:
+        with pytest.raises(tf.errors.DeadlineExceededError, match="over before it ran"):
+            future.result(10)
+    assert 0.2 < time.monotonic() - began < 5 and ended.acquire(timeout=5)
+    assert not slow.done() and not any(f.done() for f in running)
+    gate.open.set()
+    for future in (*running, slow):
+        future.result(10)
+    assert session.drain(10) and not ended.acquire(blocking=False)
+    counts = session.stats()["tenants"]["a"]
+    assert (counts["expired"], counts["cancelled"], counts["outstanding"]) == (3, 1, 0)
+    assert counts["answered"] == len(running) + 1
+    assert session._dispatcher.outstanding == 0 and not session._dispatcher._full
+
+
+def test_a_callback_of_a_request_that_expired_may_end_its_session(gate):
+    before = workers()
+    session = tf_stitch.StitchSession(coalesce=False, threads=2, reserve=0, options=NATIVE)
+    session.add("a", gate.function, warmup=False, verify=False, stitch=False, max_in_flight=1)
+    running, ended = session.submit("a", rows(0)), []
+    gate.arrived()
+    session.submit("a", rows(1), timeout_ms=20).add_done_callback(lambda _: ended.append(session.close(20)))
+    assert soon(lambda: session._closed)
+    gate.open.set()
+    running.result(10)
+    assert soon(lambda: ended == [True]) and soon(lambda: workers() == before)
+    assert session._dispatcher.outstanding == 0
+
+
 @BOTH
 def test_cancellation(session, gate):
     session.add("a", gate.function, warmup=False, verify=False, stitch=False, max_in_flight=1)

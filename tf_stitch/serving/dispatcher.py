@@ -28,6 +28,7 @@ from .tally import Tally
 THREAD_NAME = "tf_stitch_request"
 NEVER_S = 1e9  # timeouts beyond it (30 years) are none: TensorFlow takes no such numbers of microseconds
 LONGEST_WAIT_S = 5.0  # after it a best-effort request that may run goes first: none waits for ever
+EXPIRY_S = 0.005  # between looks at requests that wait for a thread longer than they may
 NO_SLO_S = 1.0  # how urgent requests without a deadline are, to order them with others
 now = time.perf_counter
 _log = logging.getLogger(__name__)
@@ -36,13 +37,15 @@ _log = logging.getLogger(__name__)
 class Request:
     """A request on its way: bound to the version of the model that it came for."""
 
-    __slots__ = ("arrays", "deadline", "endpoint", "expires", "future", "model", "settled", "submitted", "tenant")
+    __slots__ = ("arrays", "deadline", "endpoint", "expired", "expires", "future", "model", "settled", "submitted",
+                 "tenant")
 
     def __init__(self, tenant: Tenant, model: ServedModel, endpoint: Endpoint, arrays: list[Any],
                  timeout_s: float | None) -> None:
         self.tenant, self.model, self.endpoint, self.arrays = tenant, model, endpoint, arrays
         self.future: Future[dict[str, Any]] = Future()
         self.settled = False  # it counts as outstanding no more
+        self.expired = False  # it has its error, and waits to be taken from its queue
         self.submitted = now()
         self.expires = self.submitted + timeout_s if timeout_s is not None else math.inf
         self.deadline = min(self.submitted + tenant.due_s, self.expires)
@@ -87,7 +90,11 @@ class Dispatcher:
         self.beside = min(beside, self.best_effort_limit)
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
+        self._expires = threading.Condition(self._lock)
+        self._next_expiry = math.inf  # of requests that wait; earlier than any does no harm
+        self._expirer: threading.Thread | None = None  # there once a request has a timeout
         self._ready: tuple[list[Any], list[Any]] = ([], [])  # heaps: those with a deadline to keep, best effort
+        self._full: set[Tenant] = set()  # those whose requests wait beyond max_in_flight
         self._order = itertools.count()
         # Where each worker waits.  True: look for a request; False: end.
         self._wakes: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(threads)]
@@ -113,6 +120,8 @@ class Dispatcher:
         Raises OptionError when the inputs do not fit, UnavailableError when no requests are taken,
         ResourceExhaustedError when the tenant has too many.
         """
+        if timeout_s is not None:
+            self._watch_expiry()
         while True:
             model = tenant.model
             endpoint = model.endpoint(endpoint_name)
@@ -127,6 +136,9 @@ class Dispatcher:
         self._admit(tenant)
         request.model.outstanding += 1
         tenant.tally.submitted += 1
+        if request.expires < self._next_expiry:
+            self._next_expiry = request.expires
+            self._expires.notify()
         if tenant.active < tenant.max_in_flight:
             tenant.active += 1
             self._make_ready(request)
@@ -134,6 +146,7 @@ class Dispatcher:
                 self._wake_one()
         else:
             tenant.waiting.append(request)
+            self._full.add(tenant)
 
     def _admit(self, tenant: Tenant) -> None:
         if not self._accepts or tenant.removed:
@@ -168,7 +181,10 @@ class Dispatcher:
                 closing = None  # a thread that waits holds nothing
 
     def _answer(self, request: Request) -> None:
-        value, error = self._run(request)
+        if not request.expired:
+            self._end(request, *self._run(request))
+
+    def _end(self, request: Request, value: Any, error: BaseException | None) -> None:
         latency_s = now() - request.submitted
         cancelled = not _begins(request.future)
         with self._lock:
@@ -185,13 +201,16 @@ class Dispatcher:
             _log.exception("A callback of a request to tenant '%s' ended with:", request.tenant.name)
         finally:
             self._answering.request = None
+            if request.settled:
+                with self._lock:
+                    self._callers.discard(threading.current_thread())
 
     def _run(self, request: Request) -> tuple[Any, BaseException | None]:
         if request.future.cancelled():
             return None, None
         left = request.expires - now()
         if left <= 0:
-            return None, tf.errors.DeadlineExceededError(None, None, "The request's time was over before it ran.")
+            return None, _over()
         try:
             timeout_ms = 0 if left >= NEVER_S else max(1, math.ceil(left * 1e3))
             return request.endpoint(request.arrays, timeout_ms), None
@@ -241,11 +260,12 @@ class Dispatcher:
         self._running[tenant.best_effort] -= 1
         if tenant.waiting:
             self._make_ready(tenant.waiting.popleft())
+            if not tenant.waiting:
+                self._full.discard(tenant)
         else:
             tenant.active -= 1
         tenant.running -= 1
-        if request.settled:
-            self._callers.discard(threading.current_thread())
+        if request.settled or request.expired:  # then who ends it settles it
             return None
         request.settled = True
         return self._release(tenant, model)
@@ -258,6 +278,44 @@ class Dispatcher:
             self._settled.notify_all()
         return model if model.retired and not model.outstanding else None
 
+    # --- requests that wait too long ----------------------------------------------------------------
+
+    def _watch_expiry(self) -> None:
+        if self._expirer is None:
+            with self._lock:
+                if self._expirer is None and not self._closed:
+                    self._expirer = threading.Thread(target=self._expire, name=f"{THREAD_NAME}_expiry", daemon=True)
+                    self._expirer.start()
+
+    def _expire(self) -> None:
+        """Ends requests that no thread has taken up in their time; a thread takes them from their queues later."""
+        while not self._closed:
+            with self._lock:
+                left = self._next_expiry - now()
+                if left > 0 and not self._closed:
+                    self._expires.wait(None if left >= NEVER_S else left)
+                over = self._overdue_in_queues() if self._next_expiry <= now() else []
+            for request in over:
+                self._end(request, None, _over())
+                self._settle(request)
+            if over or left <= 0:
+                time.sleep(EXPIRY_S)
+
+    def _overdue_in_queues(self) -> list[Request]:
+        time_now, self._next_expiry, found = now(), math.inf, []
+        heaps = (entry[2] for heap in self._ready for entry in heap)
+        for request in itertools.chain(heaps, *(tenant.waiting for tenant in self._full)):
+            if request.expired:
+                continue
+            if request.expires <= time_now:
+                request.expired = True
+                found.append(request)
+            else:
+                self._next_expiry = min(self._next_expiry, request.expires)
+        return found
+
+    # --- those who wait for requests ----------------------------------------------------------------
+
     def settle_caller(self) -> None:
         """To be called before what waits for requests: it may come from a callback of one, which has its answer.
 
@@ -267,8 +325,14 @@ class Dispatcher:
         if request is None or request.settled:
             return
         with self._lock:
-            request.settled = True
             self._callers.add(threading.current_thread())
+        self._settle(request)
+
+    def _settle(self, request: Request) -> None:
+        with self._lock:
+            if request.settled:
+                return
+            request.settled = True
             closing = self._release(request.tenant, request.model)
         if closing is not None:
             closing.close()
@@ -348,11 +412,13 @@ class Dispatcher:
         end = math.inf if timeout_s is None else now() + timeout_s
         with self._lock:
             self._closed, self._accepts = True, False
+            self._expires.notify()
         for wake in self._wakes:
             wake.put(False)
         with self._lock:
             mine = {*self._callers, threading.current_thread()}
-        others = [worker for worker in self._workers if worker not in mine]
+        threads = [*self._workers, *([self._expirer] if self._expirer else [])]
+        others = [thread for thread in threads if thread not in mine]
         for worker in others:
             worker.join(None if end == math.inf else max(0.0, end - now()))
         return not any(worker.is_alive() for worker in others)
@@ -361,8 +427,8 @@ class Dispatcher:
         """In a forked process, which has no threads of this one's and cannot know who held the lock: takes and has no
         requests."""
         self._lock = threading.Lock()
-        self._settled = threading.Condition(self._lock)
-        self._closed, self._accepts = True, False
+        self._settled, self._expires = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._closed, self._accepts, self._expirer = True, False, None
         self._workers, self._wakes, self._idle, self._outstanding = [], [], [], 0
 
     def is_locked(self, patience_s: float = 0.2) -> bool:
@@ -389,6 +455,10 @@ class Dispatcher:
     def outstanding(self) -> int:
         """Requests that were taken and have no answer yet."""
         return self._outstanding
+
+
+def _over() -> tf.errors.OpError:
+    return tf.errors.DeadlineExceededError(None, None, "The request's time was over before it ran.")
 
 
 def _begins(future: Future[Any]) -> bool:

@@ -511,7 +511,7 @@ def _timeout_s(timeout_ms: float | None) -> float | None:
         return None
     if not isinstance(timeout_ms, numbers.Real) or math.isnan(timeout_ms):
         raise OptionError(f"Option 'timeout_ms' is {timeout_ms!r}; it must be a number of milliseconds.")
-    return timeout_ms / 1e3
+    return float(timeout_ms) / 1e3  # NumPy's numbers are none to a lock
 
 
 def _warm(model: ServedModel, how: bool | Sequence[Inputs]) -> None:
