@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_capture.h"
 #include "cudnn.h"
 #include "environment.h"
 #include "hash.h"
@@ -69,13 +70,16 @@ GraphExec GraphOf(const Clock& clock, int candidate, const RunCandidate& run) {
   const Driver& driver = clock.driver;
   // Outside of the capture first: libraries load their kernels when they are used for the first time.
   if (!run(candidate, 0, clock.stream).empty() || driver.StreamSynchronize(clock.stream)) return nullptr;
-  if (driver.StreamBeginCapture(clock.stream, kCaptureRelaxed)) return nullptr;
-  bool ran = true;
-  for (int round = 0; round < kTuningRounds && ran; ++round) ran = run(candidate, round, clock.stream).empty();
+  auto rounds = [&] {
+    std::string error;
+    for (int round = 0; round < kTuningRounds && error.empty(); ++round) error = run(candidate, round, clock.stream);
+    return error;
+  };
   Graph graph = nullptr;
   GraphExec exec = nullptr;
-  if (driver.StreamEndCapture(clock.stream, &graph) || !ran || driver.GraphInstantiate(&exec, graph, 0)) exec = nullptr;
-  if (graph) driver.GraphDestroy(graph);
+  if (!Capture(driver, clock.stream, rounds, &graph).empty()) return nullptr;
+  if (driver.GraphInstantiate(&exec, graph, 0)) exec = nullptr;
+  driver.GraphDestroy(graph);
   return exec;
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "autotune.h"
+#include "cuda_capture.h"
 #include "hash.h"
 
 namespace tf_stitch {
@@ -149,17 +150,21 @@ std::shared_ptr<cuda::EventTag> CudaDevice::Record(cuda::Stream stream) {
 struct CudaDevice::UnderWay : Device::Ticket {
   explicit UnderWay(CudaDevice* d) : device(d) {}
   ~UnderWay() override {
-    std::lock_guard<std::mutex> lock(device->mu_);
-    for (auto& table : tables) {
-      if (device->tables_.size() < kTablesKept) device->tables_.push_back(std::move(table));
+    cuda::ScopedContext scope(device->driver_, device->context_);
+    {
+      std::lock_guard<std::mutex> lock(device->mu_);
+      for (auto& table : tables) {
+        if (device->tables_.size() < kTablesKept) device->tables_.push_back(std::move(table));
+      }
     }
+    tables.clear();  // frees those that are not kept, which wants the context
   }
 
   double Wait(std::string* error) override {
     cuda::ScopedContext scope(device->driver_, device->context_);
     cuda::Result result = WaitForEnd();
     float ms = 0;
-    if (!result) result = device->driver_.EventElapsedTime(&ms, begin.get(), end.get());
+    if (!result && begin && end) result = device->driver_.EventElapsedTime(&ms, begin.get(), end.get());
     *error = result ? cuda::Failed(device->driver_, result, "running a superkernel") : not_enqueued;
     return static_cast<double>(ms) * 1000;
   }
@@ -171,7 +176,7 @@ struct CudaDevice::UnderWay : Device::Ticket {
 
   // Looks again and again for a while, then less often: a driver that blocks wakes up late.
   cuda::Result WaitForEnd() const {
-    if (!end) return device->driver_.CtxSynchronize();
+    if (!end) return cuda::WaitForContext(device->driver_) ? cuda::kSuccess : cuda::kCaptureUnsupported;
     Micros start = NowMicros();
     while (true) {
       cuda::Result result = device->driver_.EventQuery(end.get());
@@ -223,7 +228,9 @@ std::unique_ptr<Device::Ticket> CudaDevice::RunAlone(const CudaRequest& request,
   if (!ReplayAlone(request, stream, under_way.get(), error)) *error = launch();
   under_way->end = events_->Record(stream);
   if (error->empty() && !under_way->end) *error = "an event cannot be recorded";
-  return error->empty() ? std::move(under_way) : nullptr;
+  if (error->empty()) return under_way;
+  driver_.StreamSynchronize(stream);  // its table may be on its way, and nobody waits for this ticket
+  return nullptr;
 }
 
 // By a graph that is at hand: the plan's, where it holds these addresses, or that of a pack of one, which takes any.

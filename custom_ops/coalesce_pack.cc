@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "autotune.h"
+#include "cuda_capture.h"
 
 namespace tf_stitch {
 namespace {
@@ -99,19 +100,14 @@ std::string Pack::Run(cuda::Stream stream) const {
 }
 
 std::string Pack::Record(cuda::Stream stream) {
-  auto failed = [&](cuda::Result result, const char* doing) { return cuda::Failed(driver_, result, doing); };
-  cuda::Result result = driver_.StreamBeginCapture(stream, cuda::kCaptureRelaxed);
-  if (result) return failed(result, "starting a capture");
-  std::string error = list_.Enqueue(stream);
   cuda::Graph graph = nullptr;
-  result = driver_.StreamEndCapture(stream, &graph);
-  if (error.empty() && result) error = failed(result, "ending a capture");
-  if (error.empty()) {
-    result = driver_.GraphInstantiate(&graph_, graph, 0);
-    if (result) graph_ = nullptr, error = failed(result, "instantiating a graph");
-  }
-  if (graph) driver_.GraphDestroy(graph);
-  return error;
+  std::string error = cuda::Capture(driver_, stream, [&] { return list_.Enqueue(stream); }, &graph);
+  if (!error.empty()) return error;
+  cuda::Result result = driver_.GraphInstantiate(&graph_, graph, 0);
+  driver_.GraphDestroy(graph);
+  if (!result) return "";
+  graph_ = nullptr;
+  return cuda::Failed(driver_, result, "instantiating a graph");
 }
 
 // --- kept packs ----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "counters.h"
+#include "cuda_capture.h"
 #include "cudnn.h"
 #include "runtime_cuda.h"
 
@@ -89,8 +90,7 @@ struct Module {
   ~Module() {
     cuda::ScopedContext scope(driver, context);
     if (!handle || !scope.ok()) return;
-    driver.CtxSynchronize();  // kernels of it may still run
-    driver.ModuleUnload(handle);
+    if (cuda::WaitForContext(driver)) driver.ModuleUnload(handle);  // kernels of it may still run
   }
 
   const cuda::Driver& driver;
@@ -224,15 +224,9 @@ std::string CudaCode::Capture(const std::function<std::string(cuda::Stream)>& en
   std::lock_guard<std::mutex> lock(mu_);
   cuda::Result result = 0;
   if (!capturing_) result = driver_.StreamCreate(&capturing_, cuda::kStreamNonBlocking);
-  if (!result) cuda::PrepareStream(capturing_);
-  if (!result) result = driver_.StreamBeginCapture(capturing_, cuda::kCaptureRelaxed);
-  if (result) return cuda::Failed(driver_, result, "starting a capture");
-  std::string error = enqueue(capturing_);
-  *graph = nullptr;
-  result = driver_.StreamEndCapture(capturing_, graph);
-  if (error.empty() && result) error = cuda::Failed(driver_, result, "ending a capture");
-  if (!error.empty() && *graph) driver_.GraphDestroy(*graph);
-  return error;
+  if (result) return cuda::Failed(driver_, result, "making a stream to capture");
+  cuda::PrepareStream(capturing_);
+  return cuda::Capture(driver_, capturing_, [&] { return enqueue(capturing_); }, graph);
 }
 
 }  // namespace tf_stitch

@@ -32,6 +32,7 @@ constexpr int kMaxSharedBytesPerBlock = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_M
 constexpr int kStreamNonBlocking = 1;        // CU_STREAM_NON_BLOCKING
 constexpr int kNotFound = 500;               // CUDA_ERROR_NOT_FOUND
 constexpr int kNotReady = 600;               // CUDA_ERROR_NOT_READY
+constexpr int kCaptureUnsupported = 900;     // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 constexpr int kEventBlockingSync = 1;        // CU_EVENT_BLOCKING_SYNC
 constexpr int kEventDisableTiming = 2;       // CU_EVENT_DISABLE_TIMING
 constexpr int kNodeIsCooperative = 2;        // CU_LAUNCH_ATTRIBUTE_COOPERATIVE

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "cuda_capture.h"
+
 namespace tf_stitch {
 namespace {
 
@@ -41,8 +43,7 @@ DeviceBytes::~DeviceBytes() {
   if (!scope.ok()) return;
   int mode = cuda::kCaptureRelaxed;
   driver_.ThreadExchangeStreamCaptureMode(&mode);
-  driver_.CtxSynchronize();  // kernels that read it may still run
-  driver_.MemFree(address_);
+  if (cuda::WaitForContext(driver_)) driver_.MemFree(address_);  // kernels that read it may still run
   driver_.ThreadExchangeStreamCaptureMode(&mode);
 }
 

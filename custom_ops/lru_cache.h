@@ -26,13 +26,16 @@ class LruCache {
     return &found->second->second;
   }
 
-  // Adds a key that is not there.  The least recently used one goes when there are too many.
-  void Add(const Key& key, Value value) {
+  // Adds a key that is not there.  The least recently used one goes when there are too many; returns its value, which
+  // its owner may want to drop without the lock.
+  Value Add(const Key& key, Value value) {
     entries_.emplace_front(key, std::move(value));
     by_key_[key] = entries_.begin();
-    if (entries_.size() <= capacity_) return;
+    if (entries_.size() <= capacity_) return Value();
+    Value gone = std::move(entries_.back().second);
     by_key_.erase(entries_.back().first);
     entries_.pop_back();
+    return gone;
   }
 
  private:

@@ -320,8 +320,9 @@ std::shared_ptr<const Plan> PlanCache::Get(const Program& program, const Signatu
   }
   std::shared_ptr<const Plan> plan = MakePlan(program, signature);  // two threads may both make it: harmless
   ++GlobalCounters().plans;
+  std::shared_ptr<const Plan> gone;  // is dropped without the lock: what a GPU keeps with it waits for the device
   std::lock_guard<std::mutex> lock(mu_);
-  if (!plans_.Find(signature)) plans_.Add(signature, plan);
+  if (!plans_.Find(signature)) gone = plans_.Add(signature, plan);
   return plan;
 }
 

@@ -8,6 +8,7 @@
 #include "autotune.h"
 #include "counters.h"
 #include "cublas_lt.h"
+#include "cuda_capture.h"
 #include "hash.h"
 
 namespace tf_stitch {
@@ -352,7 +353,7 @@ void* CudaPlan::TakeArena() {
 void CudaPlan::GiveBack(const std::vector<void*>& arenas) {
   if (arenas.empty()) return;
   cuda::RelaxedCapture relaxed(code_->driver());
-  code_->driver().CtxSynchronize();
+  if (!cuda::WaitForContext(code_->driver())) return;
   for (void* arena : arenas) code_->driver().MemFree(arena);
   g_arena_bytes -= OwnBytes() * static_cast<int64_t>(arenas.size());
 }

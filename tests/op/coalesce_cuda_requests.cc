@@ -93,6 +93,88 @@ void ServeOneByOne(const std::deque<Model>& models, uint64_t seed) {
   cuda::LoadDriver(nullptr)->StreamDestroy(stream);
 }
 
+// A request for a device without a coalescer.
+struct Single {
+  Single(CudaDevice* device, const Model& model, cuda::Stream stream, std::mt19937_64* rng)
+      : run(std::make_shared<Run>(model, rng)) {
+    run->Upload(stream);
+    run->inputs = device->Record(stream);
+  }
+  std::shared_ptr<Run> run;
+};
+
+// More superkernels under way than tables are kept for: those that are too many are freed, by whichever thread gives
+// a ticket back.
+void IssueMany(const Model& model, CudaDevice* device, cuda::Stream stream, std::mt19937_64* rng) {
+  constexpr size_t kMany = 80;
+  std::vector<Single> all;
+  std::vector<std::unique_ptr<Device::Ticket>> tickets;
+  for (size_t i = 0; i <= kMany; ++i) {
+    all.emplace_back(device, model, stream, rng);
+    std::vector<Member> members{{all.back().run.get(), 0}};
+    tickets.push_back(device->Issue(0, &members));
+    Must(!members[0].failed, members[0].error);
+    if (i == 0) device->FinishPacks();
+  }
+  std::thread([&] {
+    for (auto& ticket : tickets) {
+      std::string error;
+      ticket->Wait(&error);
+      Must(error.empty(), error);
+    }
+    tickets.clear();
+  }).join();
+}
+
+// A caller's launch that fails leaves nothing on its way: what it would be copied from is used again.
+void FailAlone(const Model& model, CudaDevice* device, cuda::Stream stream, std::mt19937_64* rng) {
+  auto alone = [&](Single* single) {
+    std::string error, note;
+    auto launch = [&] {
+      return single->run->ready->Run(single->run->memory, single->run->workspace, stream, true, nullptr, &note);
+    };
+    std::unique_ptr<Device::Ticket> ticket = device->RunAlone(*single->run, stream, launch, &error);
+    if (ticket) ticket->Wait(&error);
+    device->FinishPacks();
+    return error;
+  };
+  std::deque<Single> all;  // all live, so that no addresses come again
+  for (int i = 0; i < 8; ++i) {
+    all.emplace_back(device, model, stream, rng);
+    Must(alone(&all.back()).empty(), "a request alone fails");
+  }
+  cuda::EventTag late;
+  std::atomic<bool> over{false};
+  cuda::g_gpu->Enqueue(stream, {nullptr, 0, &late, 1});
+  std::thread opens([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    std::lock_guard<std::mutex> lock(cuda::g_gpu->mu);
+    over = true;
+    late.happened.insert(1);
+    cuda::g_gpu->changed.notify_all();
+  });
+  all.emplace_back(device, model, stream, rng);
+  cuda::g_replays = false;
+  Must(!alone(&all.back()).empty(), "a graph that cannot be launched is no error");
+  cuda::g_replays = true;
+  Must(over, "a table is given back before its copy has run");
+  opens.join();
+  cuda::g_gpu->Synchronize();
+}
+
+void RunSingles(const Model& model, uint64_t seed) {
+  std::string error;
+  std::unique_ptr<CudaDevice> device =
+      CudaDevice::Make(*cuda::LoadDriver(nullptr), nullptr, 1, /*merge_bytes=*/0, &error);
+  Must(device != nullptr, error);
+  std::mt19937_64 rng(seed);
+  cuda::Stream stream;
+  cuda::LoadDriver(nullptr)->StreamCreateWithPriority(&stream, 0, 0);
+  IssueMany(model, device.get(), stream, &rng);
+  FailAlone(model, device.get(), stream, &rng);
+  cuda::LoadDriver(nullptr)->StreamDestroy(stream);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -116,6 +198,7 @@ int main(int argc, char** argv) {
     ServeOneByOne(models, seed);
     Must(gpu.replays > replays && (gpu.packed > packed_before) == with_many,
          "requests alone use no graphs of any addresses");
+    if (with_many) RunSingles(models[0], seed);
     gpu.packed = packed_before;
     gpu.launches = launches_before;
     for (int lanes : {1, 3}) Serve(models, lanes, seed + static_cast<uint64_t>(lanes));

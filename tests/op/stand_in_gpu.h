@@ -159,8 +159,10 @@ FunctionTag g_axpb{4, false, Axpb}, g_mul{5, false, Mul}, g_axpb_many{4, true, A
 void Copy(const uint64_t* w) { CopyPiece(*reinterpret_cast<const Piece*>(w)); }
 FunctionTag g_copy_pieces{sizeof(Piece) / 8, true, Copy};
 bool g_with_many = true;
+thread_local int t_contexts = 0;  // that this thread has made current
 std::atomic<bool> g_has_memory{true};
-std::atomic<bool> g_copies{true};  // false: launches of ts_copy_pieces fail
+std::atomic<bool> g_copies{true};   // false: launches of ts_copy_pieces fail
+std::atomic<bool> g_replays{true};  // false: launches of graphs fail
 // Where the device has a clock: a launch, and each further problem in it; then what the host waits for at the first
 // launch for a number of problems (a driver loads code), and which threads did.
 double g_launch_us = 0, g_problem_us = 0, g_first_us = 0;
@@ -254,6 +256,7 @@ Op Together(Graph child) {
 }
 
 Result Replay(GraphExec exec, Stream stream) {
+  if (!g_replays) return 700;
   ++g_gpu->replays;
   std::lock_guard<std::mutex> lock(g_gpu->mu);
   std::shared_ptr<EventTag> ran = exec->ran;
@@ -304,13 +307,15 @@ Driver Make() {
     return *f ? 0 : 500;
   };
   d.LaunchKernel = Launch;
-  d.MemAlloc = [](void** at, size_t bytes) { return *at = malloc(bytes), ++g_gpu->alive, 0; };
-  d.MemFree = [](void* at) { return free(at), --g_gpu->alive, 0; };
+  d.CtxPushCurrent = [](Context) { return ++t_contexts, 0; };
+  d.CtxPopCurrent = [](Context*) { return --t_contexts, 0; };
+  d.MemAlloc = [](void** at, size_t bytes) { return t_contexts ? (*at = malloc(bytes), ++g_gpu->alive, 0) : 201; };
+  d.MemFree = [](void* at) { return t_contexts ? (free(at), --g_gpu->alive, 0) : 201; };
   d.MemAllocHost = [](void** at, size_t bytes) {
-    if (!g_has_memory) return 2;
+    if (!g_has_memory || !t_contexts) return g_has_memory ? 201 : 2;
     return *at = malloc(bytes), ++g_gpu->alive, 0;
   };
-  d.MemFreeHost = [](void* at) { return free(at), --g_gpu->alive, 0; };
+  d.MemFreeHost = d.MemFree;
   d.MemcpyHtoDAsync = [](void* to, const void* from, size_t bytes, Stream s) {
     return g_gpu->Enqueue(s, {[=] { memcpy(to, from, bytes); }}), 0;
   };

@@ -19,9 +19,8 @@ from tf_stitch.program import serialize
 from tf_stitch.program.program import Buffer, Grid, KernelStep
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCES = ["tests/op/replay_graphs.cc", "custom_ops/program.cc", "custom_ops/plan.cc", "custom_ops/cuda_code.cc",
-           "custom_ops/library_cuda.cc",
-           "custom_ops/runtime_cuda.cc", "custom_ops/cuda_grid.cc", "custom_ops/grid_table.cc"]
+SOURCES = [f"custom_ops/{name}.cc" for name in (
+    "program", "plan", "cuda_code", "library_cuda", "runtime_cuda", "cuda_grid", "grid_table")]
 
 
 def in_phases(program):
@@ -87,10 +86,11 @@ def files(tmp_path_factory):
     return sorted(folder.iterdir())
 
 
-def built(folder, *flags):
-    binary = folder / "replay"
-    subprocess.run([*host.find_compiler(), "-std=c++17", "-O1", "-g", *flags, *(str(ROOT / s) for s in SOURCES), "-o",
-                    str(binary), "-pthread", "-ldl"], check=True)
+def built(folder, *flags, main="replay_graphs"):
+    binary = folder / main
+    sources = [str(ROOT / s) for s in (f"tests/op/{main}.cc", *SOURCES)]
+    subprocess.run([*host.find_compiler(), "-std=c++17", "-O1", "-g", *flags, *sources, "-o", str(binary), "-pthread",
+                    "-ldl"], check=True)
     return binary
 
 
@@ -101,6 +101,14 @@ def test_replay_equals_launches(files, sanitizer, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     launched, made, updated, saved = map(int, re.findall(r"\d+", done.stdout))
     assert launched > 500 and made > 50 and updated > 50 and saved > 100
+
+
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_what_is_given_back_waits_for_the_device_and_nobody_for_it(sanitizer, tmp_path):
+    """Captures go on meanwhile: a driver would break one off when it is asked to wait for the context."""
+    binary = built(tmp_path, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", main="giving_back")
+    done = subprocess.run([binary], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_code_that_is_not_whole_is_an_error(tmp_path):
