@@ -1,7 +1,6 @@
 #include "autotune.h"
 
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -18,6 +17,7 @@
 #include "cuda_capture.h"
 #include "cudnn.h"
 #include "environment.h"
+#include "files.h"
 #include "hash.h"
 #include "program.h"
 
@@ -149,23 +149,6 @@ std::string Contents(const std::string& key, const std::string& choice) {
   return body + crc;
 }
 
-// Writes beside `path` and renames, so that no reader sees half a file.
-bool WriteFile(const std::string& path, const std::string& contents) {
-  static std::atomic<int> count{0};
-  std::string fresh = path + "." + std::to_string(getpid()) + "." + std::to_string(count++);
-  {
-    std::ofstream file(fresh, std::ios::binary);
-    file << contents;
-    if (!file.flush()) {
-      unlink(fresh.c_str());
-      return false;
-    }
-  }
-  if (rename(fresh.c_str(), path.c_str()) == 0) return true;
-  unlink(fresh.c_str());
-  return false;
-}
-
 bool MakeFolders(const std::string& path) {
   for (size_t at = path.find('/', 1); at != std::string::npos; at = path.find('/', at + 1)) {
     mkdir(path.substr(0, at).c_str(), 0777);
@@ -268,7 +251,7 @@ void WriteChoice(const std::string& key, const std::string& choice) {
     if (Choices().size() < kChoicesKept) Choices()[key] = choice;
   }
   std::string folder = CacheFolder();
-  if (!folder.empty() && MakeFolders(folder + "/choices") && WriteFile(PathOf(folder, key), Contents(key, choice))) {
+  if (!folder.empty() && MakeFolders(folder + "/choices") && WriteWhole(PathOf(folder, key), Contents(key, choice))) {
     return;
   }
   Note("tf_stitch: the folder '" + folder + "' cannot be written, so that the algorithms of library calls are chosen " +

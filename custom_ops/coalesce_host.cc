@@ -33,7 +33,7 @@ uint64_t ShapeOf(const Program& program, const StepPlan& plan, size_t step) {
 class HostDevice : public Device {
  public:
   HostDevice(int workers, int64_t merge_bytes)
-      : lanes_(static_cast<size_t>(std::max(workers, 1)), LaneKind::kAny), budget_(merge_bytes) {}
+      : lanes_(static_cast<size_t>(workers), LaneKind::kAny), budget_(merge_bytes) {}
 
   const std::string& name() const override { return name_; }
   std::vector<LaneKind> lanes() const override { return lanes_; }

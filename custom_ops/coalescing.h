@@ -12,7 +12,7 @@ namespace tf_stitch {
 
 struct CoalescingOptions {
   Coalescer::Options coalescer;
-  int workers = 0;                           // superkernels at a time on the CPU; 0: one per core, at most 4
+  int workers = 1;                           // superkernels at a time on the CPU
   int lanes = 4;                             // streams on a GPU
   int64_t merge_bytes = int64_t{256} << 20;  // memory of joined runs, on each device
 };

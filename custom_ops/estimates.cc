@@ -63,10 +63,9 @@ std::string Estimates::Save() const {
   for (const auto& [shape, entry] : times_) {
     for (int b = 0; b < kCounts; ++b) {
       if (!(entry.us[b] > 0)) continue;
-      char line[80];
-      snprintf(line, sizeof line, "%s\n\"%016" PRIx64 ":%d\": %.6g", out.size() > 1 ? "," : "", shape, b,
-               static_cast<double>(entry.us[b]));
-      out += line;
+      char key[40];
+      snprintf(key, sizeof key, "%s\n\"%016" PRIx64 ":%d\": ", out.size() > 1 ? "," : "", shape, b);
+      out += key + NumberJson(static_cast<double>(entry.us[b]), 6);
     }
   }
   return out + "\n}\n";

@@ -3,7 +3,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
+#include <locale>
+#include <sstream>
 
 namespace tf_stitch {
 namespace {
@@ -57,11 +58,14 @@ class Reader {
   }
 
   double Number() {
-    std::string digits(text_.substr(0, 40));  // strtod wants a final zero
-    char* end = nullptr;
-    double value = strtod(digits.c_str(), &end);
-    if (end == digits.c_str() || !std::isfinite(value)) return Fail("a number, a string or true is expected"), 0;
-    text_.remove_prefix(static_cast<size_t>(end - digits.c_str()));
+    std::string_view digits = text_.substr(0, text_.find_first_not_of("+-.0123456789eE"));
+    std::istringstream in{std::string(digits)};
+    in.imbue(std::locale::classic());
+    double value = 0;
+    if (!(in >> value) || in.peek() != EOF || !std::isfinite(value)) {
+      return Fail("a number, a string or true is expected"), 0;
+    }
+    text_.remove_prefix(digits.size());
     return value;
   }
 
@@ -158,6 +162,14 @@ std::string FlatJson::Parse(std::string_view text) {
   }
   if (!r.failed() && r.Peek()) r.Fail("there is text after the object");
   return r.error();
+}
+
+std::string NumberJson(double value, int digits) {
+  std::ostringstream out;
+  out.imbue(std::locale::classic());
+  out.precision(digits);
+  out << value;
+  return out.str();
 }
 
 std::string QuotedJson(std::string_view text) {

@@ -24,6 +24,9 @@ class FlatJson {
 // A string in quotes.
 std::string QuotedJson(std::string_view text);
 
+// A number, whatever the process's locale.
+std::string NumberJson(double value, int digits = 10);
+
 }  // namespace tf_stitch
 
 #endif  // TF_STITCH_CUSTOM_OPS_FLAT_JSON_H_

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "coalescing.h"
+#include "files.h"
 #include "flat_json.h"
 #include "scheduler_error.h"
 
@@ -67,7 +68,7 @@ std::string ReadSettings(const char* json, CoalescingOptions* out, std::string* 
                       {"max_instances", {1, Into(&policy.max_instances)}},
                       {"drift", {1, Into(&policy.drift)}},
                       {"under_way", {1, Into(&policy.under_way)}},
-                      {"workers", {0, Into(&out->workers), kMostThreads}},
+                      {"workers", {1, Into(&out->workers), kMostThreads}},
                       {"lanes", {1, Into(&out->lanes), kMostThreads}},
                       {"merge", {0, [&policy](double how) { policy.merge = static_cast<Merge>(how); }, 2}},
                       {"max_merge", {1, Into(&policy.max_merge)}},
@@ -110,16 +111,6 @@ std::string Settings::Read(const char* json) {
   return error.empty() ? "" : "The measured times in '" + estimates_file + "' cannot be read: " + error + ".";
 }
 
-// Written beside the target and renamed, so that a reader finds a whole file.
-std::string WriteFile(const std::string& path, const std::string& text) {
-  std::string beside = path + ".new";
-  std::ofstream file(beside, std::ios::binary);
-  file << text;
-  file.close();
-  if (!file || rename(beside.c_str(), path.c_str())) return "The file '" + path + "' cannot be written.";
-  return "";
-}
-
 void Add(const TenantStats& from, TenantStats* to) {
   to->requests += from.requests;
   for (size_t i = 0; i < from.outcomes.size(); ++i) to->outcomes[i] += from.outcomes[i];
@@ -127,12 +118,6 @@ void Add(const TenantStats& from, TenantStats* to) {
   to->device_us += from.device_us;
   for (size_t i = 0; i < from.latency_counts.size(); ++i) to->latency_counts[i] += from.latency_counts[i];
   to->latency_sum_ms += from.latency_sum_ms;
-}
-
-std::string Number(double value) {
-  char text[40];
-  snprintf(text, sizeof text, "%.10g", value);
-  return text;
 }
 
 // One tenant's figures, over all devices.
@@ -148,30 +133,31 @@ std::string Json(const TenantReport& t) {
   auto count = [](int64_t n) { return std::to_string(n); };
   auto outcome = [&](Outcome o) { return count(t.stats.outcomes[static_cast<size_t>(o)]); };
   std::string bounds, counts;
-  for (double b : TenantStats::kBoundsMs) bounds += (bounds.empty() ? "" : ", ") + Number(b);
+  for (double b : TenantStats::kBoundsMs) bounds += (bounds.empty() ? "" : ", ") + NumberJson(b);
   for (int64_t n : t.stats.latency_counts) counts += (counts.empty() ? "" : ", ") + count(n);
   return std::string("{\"priority\": ") + (t.options.best_effort ? "\"best_effort\"" : "\"latency\"") +
-         ", \"slo_ms\": " + Number(static_cast<double>(t.options.slo) / 1000) +
+         ", \"slo_ms\": " + NumberJson(static_cast<double>(t.options.slo) / 1000) +
          ", \"throttled\": " + (t.throttled ? "true" : "false") + ", \"requests\": " + count(t.stats.requests) +
          ", \"completed\": " + outcome(Outcome::kCompleted) + ", \"rejected\": " + outcome(Outcome::kRejected) +
          ", \"cancelled\": " + outcome(Outcome::kCancelled) + ", \"failed\": " + outcome(Outcome::kFailed) +
          ", \"missed_deadline\": " + count(t.stats.missed_deadline) + ", \"in_flight\": " + count(t.in_flight) +
-         ", \"queued\": " + count(t.queued) + ", \"device_us\": " + Number(t.stats.device_us) +
-         ", \"drift\": " + Number(t.drift) + ", \"latency_ms\": {\"bounds\": [" + bounds + "], \"counts\": [" + counts +
-         "], \"sum\": " + Number(t.stats.latency_sum_ms) + ", \"count\": " + outcome(Outcome::kCompleted) + "}}";
+         ", \"queued\": " + count(t.queued) + ", \"device_us\": " + NumberJson(t.stats.device_us) +
+         ", \"drift\": " + NumberJson(t.drift) + ", \"latency_ms\": {\"bounds\": [" + bounds + "], \"counts\": [" +
+         counts + "], \"sum\": " + NumberJson(t.stats.latency_sum_ms) + ", \"count\": " + outcome(Outcome::kCompleted) +
+         "}}";
 }
 
 std::string Json(const Coalescer::Stats& s) {
-  auto per = [](double a, double b) { return Number(b > 0 ? a / b : 0); };
+  auto per = [](double a, double b) { return NumberJson(b > 0 ? a / b : 0); };
   auto superkernels = static_cast<double>(s.counts.superkernels), steps = static_cast<double>(s.counts.steps);
-  return "{\"name\": " + QuotedJson(s.device) + ", \"superkernels\": " + Number(superkernels) +
-         ", \"steps\": " + Number(steps) + ", \"coalescing_factor\": " + per(steps, superkernels) +
+  return "{\"name\": " + QuotedJson(s.device) + ", \"superkernels\": " + NumberJson(superkernels) +
+         ", \"steps\": " + NumberJson(steps) + ", \"coalescing_factor\": " + per(steps, superkernels) +
          ", \"merged_requests\": " + std::to_string(s.counts.merged_requests) +
          ", \"merged_runs\": " + std::to_string(s.counts.merged_runs) +
          ", \"unmerged_requests\": " + std::to_string(s.counts.unmerged_requests) +
-         ", \"busy_us\": " + Number(s.counts.busy_us) +
+         ", \"busy_us\": " + NumberJson(s.counts.busy_us) +
          ", \"busy_share\": " + per(s.counts.busy_us, static_cast<double>(s.uptime)) +
-         ", \"held\": " + std::to_string(s.held) + ", \"backlog_us\": " + Number(s.backlog_us) + "}";
+         ", \"held\": " + std::to_string(s.held) + ", \"backlog_us\": " + NumberJson(s.backlog_us) + "}";
 }
 
 // All coalescers and tenants.  Lives for ever: ops may run while the process ends.
@@ -296,7 +282,8 @@ class Registry {
       for (const auto& [name, t] : coalescer->tenants()) Add(t.stats, &retired_[name]);
     }
     const std::string& file = settings_.estimates_file;
-    return file.empty() || stopped.empty() ? "" : WriteFile(file, all.Save());
+    if (file.empty() || stopped.empty() || WriteWhole(file, all.Save())) return "";
+    return "The file '" + file + "' cannot be written.";
   }
 
   std::mutex switching_;  // one Enable or Disable at a time
@@ -354,7 +341,9 @@ int64_t tfs_scheduler_stats_json(char* buffer, int64_t size) {
 }
 
 int tfs_scheduler_drain(int64_t timeout_ms) {
-  bool drained = Registry::Get().Drain(timeout_ms < 0 ? tf_stitch::kNever : timeout_ms * 1000);
+  constexpr int64_t kLongest = 1'000'000'000'000;  // 30 years: more are no limit, and no clock's numbers
+  bool is_limited = timeout_ms >= 0 && timeout_ms < kLongest;
+  bool drained = Registry::Get().Drain(is_limited ? timeout_ms * 1000 : tf_stitch::kNever);
   return SchedulerResult(drained ? "" : "Requests are still held after " + std::to_string(timeout_ms) + " ms.");
 }
 

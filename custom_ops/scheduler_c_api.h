@@ -21,7 +21,8 @@ extern "C" {
 //   under_way       superkernels of one kind that run at a time on a GPU while more requests of that kind gather (2)
 //   max_pack        problems in one superkernel at most (64)
 //   max_instances   requests held at most, per device; the threads that bring more wait (4096)
-//   workers         superkernels under way at a time on the CPU (number of cores, at most 4; 256 at most)
+//   workers         superkernels under way at a time on the CPU, each shared out to TensorFlow's threads (1; 256 at
+//                   most)
 //   lanes           streams that superkernels of different clusters run on side by side on a GPU (4; 256 at most)
 //   alone           1: a request that comes when nothing else is held is run by the thread that brings it; 0: never (1)
 //   merge           1: requests of one program that share its weights run as one, joined along their batch, where that

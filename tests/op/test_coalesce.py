@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -246,6 +247,16 @@ def test_switched_while_requests_come():
         assert all(f.result() > 10 for f in futures)
 
 
+def test_the_longest_timeout_is_none():
+    model = Model("drained", "rowsum")
+    with coalescing(alone=0), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for i in range(10):
+            request = pool.submit(model, floats(2000, 2000))
+            time.sleep(i / 2000)
+            assert library().tfs_scheduler_drain(2**63 - 1) == 0
+            request.result()
+
+
 @pytest.mark.parametrize("options, why", [
     ({"max_pack": 0}, "'max_pack' is out of range"), ({"no_such": 1}, "no numeric option 'no_such'"),
     ({"workers": 10**6}, "'workers' is out of range"), ({"lanes": 10**6}, "'lanes' is out of range"),
@@ -274,6 +285,36 @@ def test_measured_times_are_kept(tmp_path):
             model(floats(100, 100))
         times = json.loads(file.read_text())
         assert times and all(t > 0 for t in times.values())
+    assert os.listdir(tmp_path) == [file.name]
+    other = tmp_path / "times.json.new"  # that another process writes
+    other.write_text("{")
+    with coalescing(estimates=str(file)):
+        model(floats(100, 100))
+    assert other.read_text() == "{" and json.loads(file.read_text())
     file.write_text("[1]")
     with pytest.raises(ValueError, match="it is no JSON object"):
         call("enable", {"estimates": str(file)})
+
+
+def test_numbers_are_those_of_json_in_every_locale(tmp_path):
+    """A program that set the locale of its user may write 1,5."""
+    (tmp_path / "source").write_text('LC_NUMERIC\ndecimal_point ","\nthousands_sep ""\ngrouping -1\nEND LC_NUMERIC\n')
+    made = shutil.which("localedef") and subprocess.run(
+        ["localedef", "-c", "-i", tmp_path / "source", "-f", "ANSI_X3.4-1968", tmp_path / "xx_XX"], capture_output=True,
+        check=False)
+    if not made or not (tmp_path / "xx_XX" / "LC_NUMERIC").exists():
+        pytest.skip("no locale can be made here")
+    script = ("import json, locale\n"
+              "locale.setlocale(locale.LC_NUMERIC, 'xx_XX')\n"
+              "assert locale.localeconv()['decimal_point'] == ','\n"
+              "from tests.op.test_coalesce import Model, arguments, call, library, stats\n"
+              "for _ in range(2):\n"
+              "    call('enable', {'drift': 2.5, 'estimates': 'times.json'})\n"
+              "    call('set_tenant', 'a', {'slo_ms': 1500.5})\n"
+              "    Model('a', 'chain')(*arguments('chain', 1))\n"
+              "    assert stats()['tenants']['a']['slo_ms'] == 1500.5\n"
+              "    library().tfs_scheduler_disable()\n"
+              "assert any(t != int(t) for t in json.load(open('times.json')).values())\n")
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False,
+                          env={**os.environ, "LOCPATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -23,7 +23,7 @@ import tf_stitch
 from tf_stitch import warmup
 from tf_stitch.errors import OptionError, SavedModelError
 from tf_stitch.saved_model import read
-from tf_stitch.serving import garbage, scheduler
+from tf_stitch.serving import garbage, scheduler, sources
 from tf_stitch.serving.dispatcher import Dispatcher
 from tf_stitch.serving.graphs import place, shorten
 from tf_stitch.serving.model import ALIGNMENT, LARGE, _aligned
@@ -106,6 +106,23 @@ def test_a_damaged_copy_in_the_cache_is_made_again(session, tmp_path, monkeypatc
     assert (copy / "variables/variables.index").read_bytes() == whole[copy / "variables/variables.index"]
     assert [f.name for f in copy.parent.iterdir()] == [copy.name]
     check(session.run("b", rows(2)), 3.0, rows(2))
+
+
+def test_a_damaged_copy_may_go_while_it_is_looked_at(tmp_path, monkeypatch):
+    """Several processes that find one damaged put it aside, and one of them comes first."""
+    made, goal, is_whole = tmp_path / "made", tmp_path / "goal", sources._is_whole
+    for folder in (made, goal):
+        folder.mkdir()
+        (folder / "file").write_text("contents")
+
+    def gone_then(copy):
+        found = is_whole(copy)
+        goal.rename(tmp_path / "aside of another")
+        return found
+
+    monkeypatch.setattr(sources, "_is_whole", gone_then)
+    sources._put(made, goal, tmp_path / "aside")
+    assert (goal / "file").read_text() == "contents" and not made.exists()
 
 
 def test_a_cache_folder_that_cannot_be_written(session, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What tenants are made of: functions become SavedModels, and SavedModels are stitched, once, into the cache."""
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -102,7 +103,8 @@ def _new_folder(parent: Path) -> Path | None:
 def _put(made: Path, goal: Path, aside: Path) -> None:
     """Moves a copy to its place, unless another process has made it meanwhile; what is damaged there goes aside."""
     if goal.exists() and not _is_whole(goal):
-        goal.rename(aside)
+        with contextlib.suppress(OSError):  # another process has moved it, or it cannot be moved
+            goal.rename(aside)
     try:
         made.rename(goal)
     except OSError as error:
