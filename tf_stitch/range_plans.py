@@ -59,6 +59,7 @@ def lay_out(graph: Graph, target: Target, ranges: Sequence[Range], begin: Begin)
     with _Helpers(graph, target, ranges, begin) as helpers:
         general = plan_range(graph, target, whole, ranges)
         kept = [(whole, general, _told(general, begin))]
+        helpers.help(lambda r: plan_range(graph, target, r, ranges))
         for r in reversed(bounded):
             made = helpers.plan(r) or plan_range(graph, target, r, ranges)
             if made.memory == general.memory and variants.pays(made.times, kept[0][1].times, r):
@@ -82,6 +83,10 @@ def plan_range(graph: Graph, target: Target, here: Range, ranges: Sequence[Range
                      functools.cache(lambda: assemble(planned, made.finish(), target)))
 
 
+def _always(laid: Laid) -> Callable[[], Laid]:
+    return lambda: laid
+
+
 def _told(plan: RangePlan, begin: Begin) -> Laid:
     laid = plan.lay_out()
     begin(laid[0].text)
@@ -91,9 +96,10 @@ def _told(plan: RangePlan, begin: Begin) -> Laid:
 # --- in processes of their own -----------------------------------------------------------------------
 
 class _Helpers:
-    """Processes that plan ranges, beginning with the narrowest; this one begins with the widest.
+    """Processes that plan ranges, beginning with the widest; this one makes the plan for all sizes, then plans for the
+    narrowest.
 
-    While the plan for all sizes is made, kernels of the others are begun: those of the widest range, and of what then
+    While ranges are planned, kernels of those that are ready are begun: those of the widest range, and of what then
     pays.  They are sure to be part of the program but for the first, which nearly always is.
     """
 
@@ -121,30 +127,28 @@ class _Helpers:
         for h in self.helpers:
             h.stop()
 
+    def help(self, make: Callable[[Range], RangePlan]) -> None:
+        """Has this process make the plans, from the narrowest range on, that no other one has begun."""
+        while self.helpers and (r := self.next(0)):
+            plan = make(r)
+            plan.lay_out()  # no other thread should have to
+            self.arrived(r, plan)
+
     def plan(self, r: Range) -> RangePlan | None:
-        """The plan for a range; None where it is to be made here, because nobody began it or its process failed."""
-        if not self.helpers or self._take_back(r):
-            return None
-        self.ended[r].wait()
+        """The plan for a range; None where it is to be made here, because there is no other process or it failed."""
+        if r in self.ended and self.helpers:
+            self.ended[r].wait()
         return self.made.get(r)
 
-    def _take_back(self, r: Range) -> bool:
+    def next(self, at: int = -1) -> Range | None:
+        """The range to plan next, of those that are left the widest or at a position; None when there are no more."""
         with self.lock:
-            free = r in self.left
-            if free:
-                self.left.remove(r)
-            return free
+            return self.left.pop(at) if self.left else None
 
-    def next(self) -> Range | None:
-        """The next range for a process, None when there are no more."""
-        with self.lock:
-            return self.left.pop(0) if self.left else None
-
-    def arrived(self, r: Range, answer: tuple[list[int], dict[int, Time], Laid]) -> None:
+    def arrived(self, r: Range, plan: RangePlan) -> None:
         """Takes the plan for a range, and begins the kernels that are then sure."""
-        memory, times, laid = answer
         with self.lock:
-            self.made[r] = RangePlan(memory, times, lambda: laid)
+            self.made[r] = plan
             self.ended[r].set()
             wider: RangePlan | None = None
             for other in reversed(self.bounded):
@@ -200,7 +204,8 @@ class _Helper:
                 while r := self.work.next():
                     pickle.dump(r, stream)
                     stream.flush()
-                    self.work.arrived(r, pickle.load(stream))
+                    memory, times, laid = pickle.load(stream)
+                    self.work.arrived(r, RangePlan(memory, times, _always(laid)))
         except Exception as error:  # it died
             if not self.stopped:
                 log.warning("A process that plans kernels ended without an answer (%s); this one plans them.",
@@ -209,6 +214,7 @@ class _Helper:
             self.work.ended[r].set()
 
     def stop(self) -> None:
+        """Ends the process, whatever it is at."""
         self.stopped = True
         with contextlib.suppress(OSError):  # it has died
             self.connection.shutdown(socket.SHUT_RDWR)

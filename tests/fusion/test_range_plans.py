@@ -26,16 +26,16 @@ from tf_stitch.schedule.target import CUDA
 @pytest.fixture
 def helped(monkeypatch):
     """Every range but the last one is planned by a process, however small the graph and the machine."""
-    takes_back = range_plans._Helpers._take_back
+    help_out = range_plans._Helpers.help
 
-    def waits(self, r):
-        while r in self.left and any(h.thread.is_alive() for h in self.helpers):
+    def waits(self, make):
+        while self.left and any(h.thread.is_alive() for h in self.helpers):
             time.sleep(0.01)
-        return takes_back(self, r)
+        help_out(self, make)
 
     monkeypatch.setattr(range_plans, "MANY_NODES", 0)
     monkeypatch.setattr(range_plans, "usable_cores", lambda: range_plans.FEW_CORES)
-    monkeypatch.setattr(range_plans._Helpers, "_take_back", waits)
+    monkeypatch.setattr(range_plans._Helpers, "help", waits)
 
 
 def here_only(monkeypatch):
@@ -82,15 +82,23 @@ def test_without_processes_all_is_planned_here(helped, monkeypatch, caplog):
 
 
 def test_what_no_process_has_begun_is_planned_here(monkeypatch):
+    """Processes begin with the widest range, this one with the narrowest."""
     monkeypatch.setattr(range_plans, "MANY_NODES", 0)
     monkeypatch.setattr(range_plans, "usable_cores", lambda: range_plans.FEW_CORES)
-    graph = two_layers()
-    found = variants.ranges(graph, CUDA)
-    with range_plans._Helpers(graph, CUDA, found, lambda text: None) as helpers:
-        assert helpers.plan(found[-2]) is None  # the processes are at the first ones, if anywhere
-        helpers.ended[found[0]].wait()
+    monkeypatch.setattr(range_plans, "_Helper", lambda job, work: nobody())
+    graph, here = two_layers(), []
+    *found, whole = variants.ranges(graph, CUDA)
+
+    def make(r):
+        here.append(r)
+        return range_plans.plan_range(graph, CUDA, r, [*found, whole])
+
+    with range_plans._Helpers(graph, CUDA, [*found, whole], lambda text: None) as helpers:
+        theirs = helpers.next()
+        helpers.help(make)
         made = helpers.plan(found[0])
-    own = range_plans.plan_range(graph, CUDA, found[0], found)
+    own = make(found[0])
+    assert theirs == found[-1] and here == [*found[:-1], found[0]]
     assert made is not None and (made.memory, made.times) == (own.memory, own.times)
 
 
@@ -105,11 +113,10 @@ def test_kernels_of_processes_are_begun_before_the_plan_for_all_sizes(late, help
     graph = two_layers()
     found = variants.ranges(graph, CUDA)
     plans = {r: range_plans.plan_range(graph, CUDA, r, found) for r in found[:-1]}
-    answers = {r: (p.memory, p.times, (p.lay_out()[0], [])) for r, p in plans.items()}
     monkeypatch.setattr(range_plans, "_Helper", lambda job, work: nobody())
     with range_plans._Helpers(graph, CUDA, found, begun.append) as helpers:
         for r in found[:-1] if late == "the widest" else reversed(found[:-1]):
-            helpers.arrived(r, answers[r])
+            helpers.arrived(r, plans[r])
     widest = found[-2]
     sure = {plans[widest].lay_out()[0].text}
     wider = plans[widest]

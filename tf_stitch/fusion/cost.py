@@ -132,21 +132,14 @@ class Load:
     serial_ns: float = 0.0
 
 
-def part_loads(scheduled: Any, machine: Machine, env: Mapping[str, int]) -> list[Load]:
-    """What each part of a schedule computes, recomputation in every block and every reader included.
+def part_loads(part: Any, inputs: Sequence[Node], machine: Machine, env: Mapping[str, int]) -> list[Load]:
+    """What a part of a schedule with these inputs computes, recomputation in every block and every reader included.
 
-    Reads what schedule.build returns by attribute: parts of blocks, stages over boxes, and kept nodes.
+    Reads by attribute what schedule.build returns: stages over boxes, and kept nodes.
     """
-    loads: list[Load] = []
-    for part in getattr(scheduled, "parts", ()):
-        loads.extend(_part_loads(part, scheduled, machine, env))
-    return loads
-
-
-def _part_loads(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, int]) -> list[Load]:
     blocks = value_of(part.blocks, env)
     counts = {a.number: max(1, value_of(a.count, env)) for a in part.axes}
-    stop = part.kept | set(scheduled.inputs)
+    stop = part.kept | set(inputs)
     work: dict[int, float] = {blocks: 0.0}  # by how many blocks share it
     serial = 0.0
     apart = part.product_ns(env) if part.product_ns else 0.0  # what a block's products take, when the schedule knows
@@ -159,7 +152,7 @@ def _part_loads(part: Any, scheduled: Any, machine: Machine, env: Mapping[str, i
         per_call = stage.hoisted and machine.blocks_share
         done = math.prod(box) * (1 if per_call else blocks if stage.hoisted else sharing)
         ns = max(1.0, done / once) * _once_ns(stage, once, stop, machine, env, apart > 0) if once else 0.0
-        if machine.turn_ns and (stage.hoisted or _reads_memory(stage, stop, scheduled.inputs)):
+        if machine.turn_ns and (stage.hoisted or _reads_memory(stage, stop, inputs)):
             ns = max(ns, (blocks if stage.hoisted else sharing) * _wait_ns(stage, math.prod(box), blocks, machine))
         if per_call:
             serial += ns  # every call does it, whatever its share of the blocks
@@ -246,6 +239,7 @@ class CostModel:
         self.envs = envs
         self.compute: dict[Node, tuple[float, ...]] = {}
         self.bytes: dict[Node, tuple[int, ...]] = {}
+        self.loads: dict[int, tuple[Any, list[list[Load]]]] = {}  # by the part's id, with the part
 
     @property
     def launches_ns(self) -> float:
@@ -258,7 +252,7 @@ class CostModel:
 
     def estimate(self, group: Group, scheduled: Any) -> Estimate:
         """Estimated time of a group's kernel under a schedule."""
-        loads = [part_loads(scheduled, self.machine, env) for env in self.envs]
+        loads = self._loads(scheduled)
         if not all(loads):  # a schedule that says no more than its blocks
             loads = [[Load(value_of(scheduled.blocks, env), sum(self._compute(n)[e] for n in group.nodes))]
                      for e, env in enumerate(self.envs)]
@@ -272,6 +266,17 @@ class CostModel:
                 total += self.machine.launch + max(spent, memory) + 0.25 * min(spent, memory)
                 compute += spent
         return Estimate(total, compute)
+
+    def _loads(self, scheduled: Any) -> list[list[Load]]:
+        """Per environment, what the parts of a schedule compute; groups that grow share parts."""
+        out: list[list[Load]] = [[] for _ in self.envs]
+        for part in getattr(scheduled, "parts", ()):
+            if id(part) not in self.loads:
+                found = [part_loads(part, scheduled.inputs, self.machine, env) for env in self.envs]
+                self.loads[id(part)] = part, found
+            for here, more in zip(out, self.loads[id(part)][1], strict=True):
+                here += more
+        return out
 
     def _reads(self, group: Group) -> list[list[int]]:
         """Bytes per environment that the group reads of each input: what a slice or gather skips is not read."""

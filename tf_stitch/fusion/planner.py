@@ -215,7 +215,7 @@ class Planner:
         if self.uses_library and (repeats_rows(group.nodes, lambda n: _small_dot(n) or library.is_light(n))
                                   or sum(n.op == "dot" for n in group.nodes) > MOST_PRODUCTS
                                   or len(group.outputs) > MOST_OUTPUTS
-                                  or any(is_long(x) for n in group.nodes for x in n.inputs if x not in group.inputs)):
+                                  or any(x not in group.inputs for n in group.nodes for x in n.inputs if is_long(x))):
             return None
         if self.alike is None:
             return self._scheduled(group)
@@ -380,10 +380,10 @@ class Planner:
         stack = [unit]
         behind = self.behind_library(unit)
         while stack:
-            fresh = self.parts.producers(stack.pop()) & alive - refused - found
-            fresh = {u for u in fresh if not behind & self.bits(u)} if behind else fresh
-            found |= fresh
-            stack.extend(fresh)
+            for u in self.parts.producers(stack.pop()):
+                if u in alive and u not in found and u not in refused and not (behind and behind & self.bits(u)):
+                    found.add(u)
+                    stack.append(u)
         if len(found) < 2:
             return list(found)
         found.add(unit)

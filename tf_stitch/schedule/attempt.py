@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ MEMORY = 4000  # and those that all of them read and write together
 FAR = 20 << 20  # bytes of a value that is not in the second-level cache when it is read
 ACROSS = 8  # elements along both sides of a transpose from which on staging it pays
 TABLES = frozenset({"segment", "search"})  # ops that read their first operand at any index
+MERGED = ("map", "fold")  # kinds of stages that may share their loops
 LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
 
 
@@ -97,10 +98,22 @@ class Attempt:
         boxes: dict[Node, Box] = {o: box for o, (box, _) in self.own.items()}
         for n in reversed(self.nodes):
             boxes[n] = rules.computed_box(n, boxes[n])
-            for x, box in zip(n.inputs, rules.operand_boxes(n, boxes[n]), strict=True):
+            for x, box in self._operand_boxes(n, boxes[n]):
                 if x in self.members:
                     boxes[x] = rules.union(boxes[x], box, x.shape) if x in boxes else box
         return boxes
+
+    def _operand_boxes(self, n: Node, box: Box) -> Iterable[tuple[Node, Box]]:
+        """The operands that a node's box reads, each with what it reads of it."""
+        k = self._piece_of(n)
+        if k is not None:
+            return [(n.inputs[k], rules.concat_box(n, k, box))]
+        return zip(n.inputs, rules.operand_boxes(n, box), strict=True)
+
+    def _piece_of(self, n: Node) -> int | None:
+        """The operand of a concat that is the only one to be written, if so: each of hundreds is a part of its own,
+        which must not look at all of them."""
+        return self.piece if n in self.storage.outputs else None
 
     def _crosses(self, n: Node) -> bool:
         """True for a transpose that a GPU should stage: it is read along one dim and written along another.
@@ -205,8 +218,8 @@ class Attempt:
 
     def _compute(self, n: Node, space: str, box: Box, once: tuple[int, ...]) -> list[tuple[Item, Stage]]:
         if n.op == "concat":
-            pieces = _pieces(n, space, box, once)
-            return pieces if self.piece is None or n not in self.storage.outputs else [pieces[self.piece]]
+            k = self._piece_of(n)
+            return _pieces(n, space, box, once, range(len(n.inputs)) if k is None else [k])
         item, d = self._loops(n, space, box)
         return [(item, _stage(d.kind, d.shape, d.box, d.folded, item, once))]
 
@@ -244,11 +257,11 @@ class Attempt:
 
         A GPU's products may not share theirs with anything else: their threads fold register tiles, loaded far ahead.
         """
-        kinds = {into.kind, new.kind}
-        same = (into.shape, into.box, into.once, into.hoisted) == (new.shape, new.box, new.once, new.hoisted)
-        if not same or not kinds <= {"map", "fold"} or (len(kinds) == 1 and into.folded != new.folded):
+        if into.hoisted != new.hoisted or into.shape != new.shape or into.box != new.box or into.once != new.once:
             return False
-        return self.target.is_host or len({is_product(i) for i in (*into.items, *new.items)}) == 1
+        if not (into.kind in MERGED and new.kind in MERGED) or (into.kind == new.kind and into.folded != new.folded):
+            return False
+        return self.target.is_host or is_product(into.items[0]) == is_product(new.items[0])  # the others are alike
 
     def _reads(self, item: Item) -> list[Read]:
         """Kept values that an item reads, each with the domain dims that index it."""
@@ -276,15 +289,18 @@ class Attempt:
         envs = samples(self.axes)
         block, once, least = float(BLOCK_OVERHEAD), 0.0, 0
         cost: Dim = BLOCK_OVERHEAD * PER_CYCLE // 4
+        others = 0.0
         for s in stages:
             per, extra = self._stage_weight(s, envs)
             volume = D.product(e for _, e in s.box)
-            work = mean(volume, envs) * (per + extra) + STAGE_OVERHEAD
+            many = mean(volume, envs)
+            work = many * (per + extra) + STAGE_OVERHEAD
             hoisted = s.hoisted and self.target.is_host  # on a GPU every block does it
             block, once = (block, once + work) if hoisted else (block + work, once)
             least += guess(D.product(s.shape)) * per
             here = D.substitute(volume, envs[0])
-            cost = cost + (mean(volume, envs) if isinstance(here, int) else here) * per
+            cost = cost + (many if isinstance(here, int) else here) * per
+            others += 0.0 if any(map(is_product, s.items)) else self._stage_ns(many, per + extra)
         blocks = guess(self.blocks)
         rounds = -(-blocks // self.target.cores)
         self.time = rounds * block + once
@@ -295,7 +311,6 @@ class Attempt:
         self.product_ns: ProductTime | None = None
         if have_products(self.nodes, self.target):
             self.product_ns = ProductTime(stages, frozenset(self.kept), self.axes, self.blocks, self.target.cores)
-            others = sum(self._stage_ns(s, envs) for s in stages if not any(map(is_product, s.items)))
             times = [self._product_time(self.product_ns, others, stages, sizes) for sizes in self._sizes()]
             self.time = sum(times) / len(times)
         return D.floordiv(cost, PER_CYCLE) + 1
@@ -326,11 +341,11 @@ class Attempt:
         bounds = {s.name: s.hi if isinstance(s.hi, int) else max(GUESS, s.lo or 0) for s in D.symbols(self.blocks)}
         return [{name: -(-hi * k // 4) for name, hi in bounds.items()} for k in (4, 3, 2)] if bounds else [{}]
 
-    def _stage_ns(self, s: Stage, envs: Sequence[Mapping[str, int]]) -> float:
-        """What a block of a GPU spends in a stage without products: its threads wait for what they load."""
-        many = mean(D.product(e for _, e in s.box), envs)
+    def _stage_ns(self, many: int, weight: float) -> float:
+        """What a block of a GPU spends in a stage without products over so many elements of a ``weight`` each: its
+        threads wait for what they load."""
         turns = -(-many // (self.target.threads * TURN))
-        return turns * TURN_NS + many * sum(self._stage_weight(s, envs)) / OPS_PER_NS
+        return turns * TURN_NS + many * weight / OPS_PER_NS
 
     def _count_bytes(self, stages: Sequence[Stage], envs: Sequence[Mapping[str, int]]) -> None:
         """Makes ``time`` and ``ideal`` at least what reading takes: one multiprocessor alone reads slowly."""
@@ -395,15 +410,15 @@ def _of_block(box: Box) -> bool:
     return any(s.name.startswith(("ts_b", "ts_e")) for span in box for d in span for s in D.symbols(d))
 
 
-def _pieces(n: Node, space: str, box: Box, once: tuple[int, ...]) -> list[tuple[Item, Stage]]:
-    """A concat in memory is one copy per operand: no condition in the loops."""
+def _pieces(n: Node, space: str, box: Box, once: tuple[int, ...], wanted: Iterable[int]) -> list[tuple[Item, Stage]]:
+    """A concat in memory is one copy per operand, of those that are ``wanted``: no condition in the loops."""
     out = []
-    axis = n.attrs["axis"]
-    boxes = rules.operand_boxes(n, box)
-    for x, start, part in zip(n.inputs, rules.concat_starts(n), boxes, strict=True):
-        shift = tuple(start if d == axis else 0 for d in range(n.rank))
-        item = Item(n, space, x, shift, tuple(range(n.rank)))
-        out.append((item, _stage("map", x.shape, part, (), item, once)))
+    axis, dims = n.attrs["axis"], tuple(range(n.rank))
+    starts = rules.concat_starts(n)
+    for k in wanted:
+        x, shift = n.inputs[k], tuple(starts[k] if d == axis else 0 for d in dims)
+        item = Item(n, space, x, shift, dims)
+        out.append((item, _stage("map", x.shape, rules.concat_box(n, k, box), (), item, once)))
     return out
 
 

@@ -14,6 +14,7 @@ than needed, never smaller.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 from ..errors import Unschedulable
@@ -207,22 +208,26 @@ def _pad_box(node: Node, box: Box) -> list[Box]:
     return [tuple(out), ()]
 
 
-def concat_starts(node: Node) -> list[Dim]:
+def concat_starts(node: Node) -> tuple[Dim, ...]:
     """Where each operand of a concat begins along its axis."""
-    starts: list[Dim] = [0]
-    for x in node.inputs:
-        starts.append(starts[-1] + x.shape[node.attrs["axis"]])
-    return starts[:-1]
+    found = node.derived.get("starts")
+    if found is None:
+        sizes = [x.shape[node.attrs["axis"]] for x in node.inputs]
+        found = node.derived["starts"] = tuple(itertools.accumulate(sizes[:-1], initial=0))
+    return found
+
+
+def concat_box(node: Node, operand: int, box: Box) -> Box:
+    """What a box of a concat reads of one operand."""
+    axis = node.attrs["axis"]
+    size = node.inputs[operand].shape[axis]
+    whole = is_full(box[axis], node.shape[axis])
+    span = (0, size) if whole else _clip(box[axis][0] - concat_starts(node)[operand], box[axis][1], size)
+    return (*box[:axis], span, *box[axis + 1:])
 
 
 def _concat_box(node: Node, box: Box) -> list[Box]:
-    axis = node.attrs["axis"]
-    out = []
-    for x, start in zip(node.inputs, concat_starts(node), strict=True):
-        size = x.shape[axis]
-        span = (0, size) if is_full(box[axis], node.shape[axis]) else _clip(box[axis][0] - start, box[axis][1], size)
-        out.append((*box[:axis], span, *box[axis + 1:]))
-    return out
+    return [concat_box(node, k, box) for k in range(len(node.inputs))]
 
 
 def _gather_box(node: Node, box: Box) -> list[Box]:
