@@ -106,10 +106,9 @@ std::shared_ptr<Module> OpenShared(const cuda::Driver& driver, cuda::Context con
   static auto& loaded = *new std::multimap<size_t, std::weak_ptr<Module>>;  // by hash; ops may outlive statics
   size_t hash = std::hash<std::string_view>()(bytes);
   std::lock_guard<std::mutex> lock(mu);
-  for (auto [it, last] = loaded.equal_range(hash); it != last;) {
+  for (auto [it, last] = loaded.equal_range(hash); it != last; ++it) {
     std::shared_ptr<Module> module = it->second.lock();
     if (module && module->context == context && module->bytes == bytes) return module;
-    it = module ? std::next(it) : loaded.erase(it);
   }
   auto module = std::make_shared<Module>(driver, context, bytes);
   cuda::Result result = driver.ModuleLoadDataEx(&module->handle, module->bytes.c_str(), 0, nullptr, nullptr);
@@ -119,6 +118,7 @@ std::shared_ptr<Module> OpenShared(const cuda::Driver& driver, cuda::Context con
     return nullptr;
   }
   ++GlobalCounters().loads;
+  for (auto it = loaded.begin(); it != loaded.end();) it = it->second.expired() ? loaded.erase(it) : std::next(it);
   loaded.emplace(hash, module);
   return module;
 }

@@ -12,7 +12,7 @@ namespace tf_stitch {
 namespace {
 
 constexpr char kMagic[4] = {'T', 'F', 'S', 'P'};
-constexpr uint8_t kVersion = 2;
+constexpr uint8_t kOldest = 2, kVersion = 3;    // that are read; from 3 on a GPU's code may be several images
 constexpr size_t kHeader = 9;                   // magic, version, crc32
 constexpr uint64_t kMostKept = 1 << 24;         // bytes
 constexpr size_t kLargestConvNumber = 1 << 20;  // a stride, padding, dilation or number of groups is below this
@@ -585,19 +585,25 @@ bool IsIntegerDType(int dtype) {
   return std::find(std::begin(kIntegers), std::end(kIntegers), dtype) != std::end(kIntegers);
 }
 
+int ProgramVersion() { return kVersion; }
+
 bool ParseProgram(std::string_view data, Program* program, std::string* error) {
   *program = Program();
   if (data.size() < kHeader || data.substr(0, 4) != std::string_view(kMagic, 4)) {
     *error = "it does not start as a tf_stitch program does";
     return false;
   }
-  if (static_cast<uint8_t>(data[4]) != kVersion) {
-    *error = "it has format version " + std::to_string(static_cast<uint8_t>(data[4])) +
-             ", this library reads version " + std::to_string(kVersion);
+  uint8_t version = static_cast<uint8_t>(data[4]);
+  if (version < kOldest || version > kVersion) {
+    *error = "it has format version " + std::to_string(version) + ", this library reads versions " +
+             std::to_string(kOldest) + " to " + std::to_string(kVersion) +
+             (version > kVersion ? "; the op library is older than what wrote it: run 'make build' or install it again"
+                                 : "; rewrite the model again");
     return false;
   }
   uint32_t stored = 0;
   for (int i = 0; i < 4; ++i) stored |= static_cast<uint32_t>(static_cast<uint8_t>(data[5 + i])) << (8 * i);
+  if (version > kOldest) stored ^= version;  // so that a damaged version is noticed
   if (stored != Crc32(data.substr(kHeader))) {
     *error = "its checksum does not match";
     return false;

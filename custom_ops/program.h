@@ -177,6 +177,9 @@ std::vector<int64_t> FlagsOf(const Step& step);
 // The CRC-32 of zlib and zip files.
 uint32_t Crc32(std::string_view data);
 
+// The newest format version that ParseProgram reads.
+int ProgramVersion();
+
 // Parses and checks `data`.  Returns false and sets `error` to a phrase that says what is wrong.
 bool ParseProgram(std::string_view data, Program* program, std::string* error);
 

@@ -126,10 +126,9 @@ std::shared_ptr<Library> OpenShared(std::string_view bytes, std::string* error) 
   static auto& loaded = *new std::multimap<size_t, std::weak_ptr<Library>>;  // by hash; ops may outlive statics
   size_t hash = std::hash<std::string_view>()(bytes);
   std::lock_guard<std::mutex> lock(mu);
-  for (auto [it, last] = loaded.equal_range(hash); it != last;) {
+  for (auto [it, last] = loaded.equal_range(hash); it != last; ++it) {
     std::shared_ptr<Library> library = it->second.lock();
     if (library && library->bytes == bytes) return library;
-    it = library ? std::next(it) : loaded.erase(it);
   }
   std::string from_memory;
   void* handle = OpenFromMemory(bytes, &from_memory);
@@ -139,6 +138,7 @@ std::shared_ptr<Library> OpenShared(std::string_view bytes, std::string* error) 
     return nullptr;
   }
   ++GlobalCounters().loads;
+  for (auto it = loaded.begin(); it != loaded.end();) it = it->second.expired() ? loaded.erase(it) : std::next(it);
   auto library = std::make_shared<Library>(handle, bytes);
   loaded.emplace(hash, library);
   return library;

@@ -224,6 +224,9 @@ void tf_stitch_flush_denormals() { static thread_local tf_stitch::FlushDenormals
 // See CompileFn in runtime_host.h.
 void tf_stitch_set_compiler(tf_stitch::CompileFn compile) { tf_stitch::SetCompiler(compile); }
 
+// The newest format version of programs that this library runs.
+int tf_stitch_program_version() { return tf_stitch::ProgramVersion(); }
+
 // Parses a program; returns 1, or 0 with the reason in `error` (cut to `size` bytes).  For tests and tools.
 int tf_stitch_check_program(const char* data, size_t data_size, char* error, size_t size) {
   tf_stitch::Program program;

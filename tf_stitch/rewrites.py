@@ -1,6 +1,6 @@
 """Rewritten graphs kept on disk, so that a second process does not find, import and plan what a first one did.
 
-A key holds the graph, what it is rewritten for, TensorFlow's version and the sources of this package.
+A key holds the graph, what it is rewritten for, TensorFlow's version, the compilers and the sources of this package.
 """
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import plans
-from .backend import host
-from .backend.cache import FOLDER, Cache, key_of
+from .backend import cuda, host
+from .backend.cache import FOLDER, Cache, key_of, stamp
 from .graph import devices
 from .options import Options
 from .report import Report
@@ -44,11 +44,13 @@ def remembered(graph: Any, options: Options, what: Sequence[str], make: Callable
 
 
 def _here() -> list[str]:
-    """What the machine, the environment and the versions decide."""
+    """What the machine, the environment and the versions decide; compilers are only looked for, which is quick."""
     import tensorflow as tf
 
+    built_by = [stamp(cuda.compilers()), host.compiler_stamp()]
     switches = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("TF_STITCH_") and k != FOLDER)
-    return [plans.sources(), tf.__version__, str(devices.gpu_target()), repr(host.native_levels()), *switches]
+    return [plans.sources(), tf.__version__, str(devices.gpu_target()), repr(host.native_levels()), *built_by,
+            *switches]
 
 
 def _dumps(graph: Any, report: Report) -> bytes:

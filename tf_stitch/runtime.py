@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import StitchError
+from .program.serialize import VERSION
 
 log = logging.getLogger("tf_stitch")
 
@@ -88,9 +89,18 @@ def _load() -> Any:
     except tf.errors.OpError as error:
         raise LibraryError(f"tf_stitch's op library cannot be loaded ({str(error.message).splitlines()[0]}); "
                            "install tf_stitch again to build it for this TensorFlow.") from None
+    _check_age()
     _register_gradient()
     library().tf_stitch_set_compiler(_compile_callback)
     return module
+
+
+def _check_age() -> None:
+    """Raises LibraryError where the op library cannot run the programs that this Python writes."""
+    reads = library().tf_stitch_program_version()
+    if reads < VERSION:
+        raise LibraryError(f"tf_stitch's op library is older than its Python (it reads programs up to version {reads}, "
+                           f"not {VERSION}); run 'make build' in its source tree, or install tf_stitch again.")
 
 
 class _ByName:

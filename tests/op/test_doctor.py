@@ -109,6 +109,13 @@ def test_library_that_is_older_than_its_python(other_library):
         runtime.python_library.__wrapped__().tf_stitch_direct_new  # noqa: B018
 
 
+def test_library_that_cannot_read_what_this_python_writes(monkeypatch):
+    runtime._check_age()
+    monkeypatch.setattr(runtime, "VERSION", runtime.VERSION + 1)
+    with pytest.raises(runtime.LibraryError, match=r"older than its Python \(it reads programs up to version \d, not"):
+        runtime._check_age()
+
+
 def test_a_check_that_fails_does_not_stop_the_others(monkeypatch):
     def _broken():
         raise ValueError("oh")

@@ -190,7 +190,13 @@ def test_a_program_without_a_batch_is_as_before():
 
 def test_other_versions_and_other_bytes():
     data = bytearray(serialize.dumps(programs.axpb()))
-    data[4] = 9
-    assert "format version 9" in runtime.check_program(bytes(data))
+    data[4], data[5] = serialize.OLDEST, data[5] ^ serialize.VERSION
+    assert not runtime.check_program(bytes(data)) and serialize.loads(bytes(data)) == programs.axpb()
+    data[4] = serialize.VERSION + 1
+    assert "op library is older than what wrote it" in runtime.check_program(bytes(data))
+    data[4] = serialize.OLDEST - 1
+    assert f"format version {data[4]}" in runtime.check_program(bytes(data))
+    with pytest.raises(ProgramError, match="rewrite the model again"):
+        serialize.loads(bytes(data))
     assert "does not start" in runtime.check_program(b"")
     assert "does not start" in runtime.check_program(b"hello, this is no program")

@@ -1,11 +1,14 @@
 """Rewritten graphs on disk: found again by what decides on them, and only when they are sure."""
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import tensorflow as tf
 
 from tests.ways_in.graphs import build, native
 from tf_stitch import rewrites
+from tf_stitch.backend import cuda, host
 from tf_stitch.graph.rewriter import rewrite
 from tf_stitch.report import Report
 
@@ -50,6 +53,19 @@ def test_whatever_decides_on_the_result_makes_another(monkeypatch):
     assert rewritten(graph(), what=["only some nodes"])[2]
     monkeypatch.setenv("TF_STITCH_KEEP_OPERANDS", "1")
     assert rewritten(graph())[2]
+
+
+def test_another_compiler_makes_another(tmp_path, monkeypatch):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("one version")
+    monkeypatch.setattr(cuda, "compilers", lambda: [str(nvcc)])
+    assert rewritten(graph())[2] and not rewritten(graph())[2]
+    nvcc.write_text("another version")
+    assert rewritten(graph())[2] and not rewritten(graph())[2]
+    cxx = tmp_path / "c++"
+    cxx.symlink_to(shutil.which(host.find_compiler()[0]))
+    monkeypatch.setenv("CXX", str(cxx))
+    assert rewritten(graph())[2] and not rewritten(graph())[2]
 
 
 def test_what_cannot_be_read_is_made_anew(folder):

@@ -108,6 +108,16 @@ def key_of(parts: Iterable[str]) -> str:
     return h.hexdigest()
 
 
+def stamp(paths: Iterable[str]) -> str:
+    """What tells files from earlier ones of their names without reading them; those that are not there are left out."""
+    out = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found = os.stat(path)
+            out.append(f"{path} {found.st_size} {found.st_mtime_ns}")
+    return "\n".join(out)
+
+
 def first_error(text: str) -> str:
     """The first line of a compiler's output that tells of an error, or what comes nearest."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

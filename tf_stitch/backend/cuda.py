@@ -39,6 +39,7 @@ DEFAULT_TARGETS = ("sm_90", "compute_90")
 # No contraction into FMAs, as on the host (codegen.unit): each op rounds as TensorFlow's does.  Division and roots
 # stay exact (nvcc's default), denormals are kept.
 FLAGS = ("-std=c++17", "-fmad=false")
+NVCC = "TF_STITCH_NVCC"  # names the compiler
 NOTHING_KEPT = (1 << 64) - 1  # ts_grid.kept: -1
 NVCC_FLAGS = ("-w",)
 CACHES_SINCE = (12, 9)  # the release of NVRTC that has a cache of its own unless it is told not to
@@ -233,9 +234,19 @@ def find_compiler() -> Compiler:
         return _find_compiler()
 
 
+def compilers() -> list[str]:
+    """The files of the compilers that there are, looked for but not run."""
+    nvcc = _find_nvcc()
+    return [*([nvcc] if nvcc else []), *nvrtc.files(nvcc)]
+
+
+def _find_nvcc() -> str | None:
+    wanted = os.environ.get(NVCC, "").strip()
+    return shutil.which(wanted or "nvcc") or (None if wanted else shutil.which("/usr/local/cuda/bin/nvcc"))
+
+
 def _find_compiler() -> Compiler:
-    wanted = os.environ.get("TF_STITCH_NVCC", "").strip()
-    path = shutil.which(wanted or "nvcc") or (None if wanted else shutil.which("/usr/local/cuda/bin/nvcc"))
+    wanted, path = os.environ.get(NVCC, "").strip(), _find_nvcc()
     if path:
         nvcc = Nvcc(path)
         library = nvrtc.beside(path, nvcc.release)

@@ -28,7 +28,7 @@ from ..ir.dtypes import DTYPES
 from ..ir.ops import OPS
 from ..options import HOST_LEVELS
 from ..program.program import RESULT_DIMS, AliasStep, Buffer, KernelStep, LibraryStep, Program
-from .cache import INCLUDE, Cache, first_error, key_of
+from .cache import INCLUDE, Cache, first_error, key_of, stamp
 
 CACHE = Cache("host", ".so")
 PRELUDE = '#include "ts_host.h"\n'
@@ -100,6 +100,15 @@ def find_compiler() -> list[str]:
     if wanted:
         raise CompileError(f"The C++ compiler '{wanted}' that CXX names is not there; install it or unset CXX.")
     raise CompileError(f"No C++ compiler found (tried {', '.join(names)}); install g++ or set CXX.")
+
+
+def compiler_stamp() -> str:
+    """The compiler's command and what tells its file apart from another version's; "" where there is none."""
+    try:
+        command = find_compiler()
+    except CompileError:
+        return ""
+    return "\n".join([*command, stamp([os.path.realpath(shutil.which(command[0]) or command[0])])])
 
 
 def compiler_version(command: Sequence[str]) -> str:

@@ -118,6 +118,11 @@ def beside(nvcc: str, release: tuple[int, int]) -> Nvrtc | None:
     return None if os.environ.get(SWITCH, "").strip() == "0" else find(release, nvcc)
 
 
+def files(nvcc: str | None = None) -> list[str]:
+    """The NVRTCs that are found as files, in the order in which :func:`find` tries them."""
+    return [path for path in _places(nvcc) if os.path.dirname(path)]
+
+
 def _places(nvcc: str | None) -> Iterator[str]:
     if nvcc:
         root = Path(os.path.realpath(nvcc)).parents[1]

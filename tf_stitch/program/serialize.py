@@ -1,6 +1,6 @@
 """The byte format of a program: what travels in the op's ``program`` attr (read by custom_ops/program.cc).
 
-    "TFSP"  version: byte  crc32 of the rest: 4 bytes, little-endian
+    "TFSP"  version: byte  crc32 of the rest, from version 3 on xor the version: 4 bytes, little-endian
     9 or 10 sections in this order, each: tag: byte (1..10)  length  contents
       1 names        count, strings                  strings below are indices into this list; then the program's name
       2 symbols      count, (name, flags: byte, param, index, [lo], [hi])   flags: 1 "value", 2 has lo, 4 has hi
@@ -33,7 +33,8 @@ from ..ir.graph import Guard, SymbolSource
 from ..ir.separable import Batch
 from .program import AliasStep, Buffer, Grid, KernelStep, LibraryStep, Program, Step
 
-MAGIC, VERSION = b"TFSP", 2
+MAGIC, VERSION = b"TFSP", 3
+OLDEST = 2  # that is read: a GPU's code is one image there
 _HEADER = len(MAGIC) + 1 + 4
 _OPS = ("const", "symbol", "add", "mul", "div", "mod", "min", "max")
 _BUFFER_KINDS = ("input", "output", "temp")
@@ -165,7 +166,7 @@ def dumps(program: Program, text: bool = True) -> bytes:
 
 def seal(payload: bytes) -> bytes:
     """Sections with the header in front."""
-    return MAGIC + bytes([VERSION]) + zlib.crc32(payload).to_bytes(4, "little") + payload
+    return MAGIC + bytes([VERSION]) + _checksum(payload, VERSION).to_bytes(4, "little") + payload
 
 
 def _write_symbol(w: _Writer, name: str, source: SymbolSource, names: _Table, exprs: _Exprs) -> None:
@@ -301,14 +302,19 @@ class _Reader:
             raise ValueError("there are bytes left over")
 
 
+def _checksum(payload: bytes | bytearray, version: int) -> int:
+    """A damaged version does not go unnoticed either."""
+    return zlib.crc32(payload) ^ (version if version > OLDEST else 0)
+
+
 def loads(data: bytes) -> Program:
     """The program that :func:`dumps` wrote.  Raises ProgramError when the bytes are not one."""
     if data[:4] != MAGIC or len(data) < _HEADER:
         raise ProgramError("The bytes are not a tf_stitch program: they do not start as one does.")
-    if data[4] != VERSION:
-        raise ProgramError(f"The program has format version {data[4]}, this tf_stitch reads version {VERSION}; "
-                           "rewrite the model again.")
-    if zlib.crc32(data[_HEADER:]) != int.from_bytes(data[5:_HEADER], "little"):
+    if not OLDEST <= data[4] <= VERSION:
+        raise ProgramError(f"The program has format version {data[4]}, this tf_stitch reads versions {OLDEST} to "
+                           f"{VERSION}; rewrite the model again.")
+    if _checksum(data[_HEADER:], data[4]) != int.from_bytes(data[5:_HEADER], "little"):
         raise ProgramError("The program is corrupt: its checksum does not match.")
     try:
         return _read(_Reader(data[_HEADER:]))
