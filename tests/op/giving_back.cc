@@ -147,4 +147,5 @@ int main() {
   CaptureOfOthers(0ms, /*is_kept=*/true);
   DropPlan();
   Must(cuda::g_too_early == 0, "memory is freed before the device is known to be done with it");
+  for (void* kept : cuda::g_allocated) free(kept);
 }
