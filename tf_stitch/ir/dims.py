@@ -388,6 +388,7 @@ def _parts_of(kind: str, d: Dim) -> tuple[Dim, ...]:
     return (d,)
 
 
+@_memo
 def _extremum(kind: str, pick: Callable[..., int], dims: tuple[Dim, ...]) -> Dim:
     flat: list[Dim] = []
     for d in dims:

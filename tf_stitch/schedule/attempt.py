@@ -40,6 +40,9 @@ MERGED = ("map", "fold")  # kinds of stages that may share their loops
 LINE = 128  # bytes of a cache line and the one fetched with it: a shorter contiguous run still moves them
 
 
+_Touched = tuple[Dim, list[Node]]  # elements of a stage, and values in memory that are accessed once for each
+
+
 class _InMemory(NamedTuple):
     """Stages that keep some values, where these lie, and the bytes that they take on chip."""
 
@@ -311,30 +314,27 @@ class Attempt:
         self.product_ns: ProductTime | None = None
         if have_products(self.nodes, self.target):
             self.product_ns = ProductTime(stages, frozenset(self.kept), self.axes, self.blocks, self.target.cores)
-            times = [self._product_time(self.product_ns, others, stages, sizes) for sizes in self._sizes()]
+            touched = [self._touched(s) for s in stages]
+            times = [self._product_time(self.product_ns, others, touched, sizes) for sizes in self._sizes()]
             self.time = sum(times) / len(times)
         return D.floordiv(cost, PER_CYCLE) + 1
 
-    def _product_time(self, product_ns: ProductTime, others: float, stages: Sequence[Stage],
+    def _product_time(self, product_ns: ProductTime, others: float, touched: Sequence[_Touched],
                       sizes: Mapping[str, int]) -> float:
         """What a part with products takes at some sizes of unknown dims."""
         blocks = guess(self.blocks, sizes)
         idle = max(1 - blocks / self.target.cores, 0)
         busy = -(-blocks // self.target.cores) * (product_ns(sizes) + others) * (1 + IDLE * idle)
-        memory = self._far_bytes(stages, sizes) / min(STREAM * max(blocks, 1), MEMORY)
+        memory = _far_bytes(touched, sizes) / min(STREAM * max(blocks, 1), MEMORY)
         return max(busy, memory) + min(busy, memory) / 4
 
-    def _far_bytes(self, stages: Sequence[Stage], sizes: Mapping[str, int]) -> int:
-        """Bytes that come from memory and go there, of values that are too large for a cache."""
-        touched: dict[Node, int] = {}
-        for s in stages:
-            volume = guess(D.product(s.shape), sizes)
-            for i in s.items:
-                read = {n for n, _ in self.storage.reads.of(i, self.kept)} - self.members
-                for n in [*read, *([i.node] if i.space == OUT else [])]:
-                    touched[n] = touched.get(n, 0) + volume
-        amounts = (min(count, guess(n.size, sizes)) * DTYPES[n.dtype].size for n, count in touched.items())
-        return sum(size for size in amounts if size > FAR)
+    def _touched(self, s: Stage) -> _Touched:
+        """The elements of a stage, and what each item of it reads and writes at each."""
+        nodes: list[Node] = []
+        for i in s.items:
+            nodes += {n for n, _ in self.storage.reads.of(i, self.kept)} - self.members
+            nodes += [i.node] if i.space == OUT else []
+        return D.product(s.shape), nodes
 
     def _sizes(self) -> list[dict[str, int]]:
         """Sizes of unknown dims that a part should suit: the upper half of a range, or up to the usual size."""
@@ -397,6 +397,17 @@ class Attempt:
             for d in set(range(len(stage.box))) - set(labels):
                 often /= max(mean(stage.box[d][1], envs), 1)
         return often * LINE / (max(run, 1) * size)
+
+
+def _far_bytes(touched: Iterable[_Touched], sizes: Mapping[str, int]) -> int:
+    """Bytes that come from memory and go there, of values that are too large for a cache."""
+    counts: dict[Node, int] = {}
+    for elements, nodes in touched:
+        volume = guess(elements, sizes)
+        for n in nodes:
+            counts[n] = counts.get(n, 0) + volume
+    amounts = (min(count, guess(n.size, sizes)) * DTYPES[n.dtype].size for n, count in counts.items())
+    return sum(size for size in amounts if size > FAR)
 
 
 def _stage(kind: str, shape, box: Box, folded: tuple[int, ...], item: Item, once: tuple[int, ...]) -> Stage:
