@@ -480,7 +480,7 @@ def signatures(folder: Path) -> dict[str, Signature]:
 
 @dataclass(frozen=True)
 class _Keeper:
-    """A signature that keeps its model alive; results are arrays, of a sparse or ragged tensor all that it is made of."""
+    """A signature that keeps its model alive; results are arrays (of sparse and ragged tensors, those in them)."""
 
     model: Any
     fn: Callable[..., Mapping[str, Any]]
