@@ -161,3 +161,21 @@ def test_a_gpus_kernels_have_few_outputs(target):
     assert set(graph.outputs) <= {n for g in groups for n in g.outputs}
     most = max(len(g.outputs) for g in groups)
     assert most == 80 if target is HOST else most <= planner.MOST_OUTPUTS < 80
+
+
+def test_many_readers_of_a_value_take_few_schedules():
+    """Gradients that are clipped by their common norm: each reader with a schedule of all before it would be n * n."""
+    work, x = [], S.param(0, (8, 32))
+    shared = S.reduce("sum", S.ew("exp", x), (0, 1))
+    ys = [S.param(k + 1, (8 + k, 32)) for k in range(256)]
+    graph = Graph([x, *ys], [S.ew("mul", y, S.broadcast(shared, y.shape, ())) for y in ys])
+
+    def not_all(group, target):
+        work.append(len(group.outputs))
+        if shared in group.nodes and len(group.outputs) > 200:
+            raise Unschedulable("one block")
+        return FakeSchedule(1)
+
+    groups = plan(graph, HOST, not_all)
+    check_plan(graph, groups)
+    assert len(groups) <= 4 and sum(work) < 256 * 50

@@ -41,6 +41,8 @@ INDEXING = frozenset({"slice", "transpose", "reverse", "pad", "concat", "cast", 
 SLACK = 1.15  # how much more computing a union of many units may do than the units do
 MOST_PRODUCTS = 12  # in one kernel: each is a text of its own, and compilers take long over long functions
 MOST_OUTPUTS = 32  # of a GPU's kernel: one of the new values of many variables would take minutes to find
+MOST_READERS = 32  # that join what they read one by one, each with a schedule of all before it; others join by layer
+RUN = 16  # units of a layer that are merged one by one
 MOST_BESIDE = 3  # library calls that another is moved beside: values that wait long take memory
 COPY_NODES = 8  # the longest cheap chain that several groups may each compute for themselves
 COPY_BYTES = 1 << 14  # a smaller value costs next to nothing to hand over
@@ -450,7 +452,7 @@ class Planner:
         both = frozenset((unit, producer))
         if self.parts.makes_cycle(both):
             return None  # may become possible once what lies between has joined
-        if not self.pays(both):
+        if len(self.parts.written(producer.nodes)) > MOST_READERS or not self.pays(both):
             refused.add(producer)
             return None
         return self.parts.contract(both)
@@ -554,7 +556,10 @@ class Planner:
         return list(found)
 
     def _merge_all(self, units: list[Unit]) -> Unit:
-        """Merges into the first unit what pays; returns it."""
+        """Merges into the first unit what pays; returns it.  Halves first, so that n units take n log n outputs."""
+        if len(units) > RUN and not self.uses_library:  # there, a kernel has few outputs
+            half = len(units) // 2
+            units = [self._merge_all(units[:half]), self._merge_all(units[half:])]
         kept = units[0]
         for u in units[1:]:
             both = frozenset((kept, u))
