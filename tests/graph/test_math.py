@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.graph.support import case, has_kernel, imported, run_cases
+from tests.graph.support import Case, case, has_kernel, imported, run_cases
 from tf_stitch.graph.lower import gradients, math
 from tf_stitch.graph.view import GraphView
 from tf_stitch.ir import interp
@@ -145,3 +145,16 @@ def test_approximate_equal_does_not_broadcast():
     assert interp.run(ir, [one, one])[0].all()
     with pytest.raises(interp.GuardFailed, match="does not broadcast"):
         interp.run(ir, [two, one])
+
+
+@pytest.mark.parametrize("op", ["Equal", "NotEqual"])
+def test_python_comparison_of_unknown_dims(op):
+    """``==`` lets shapes differ: unknown dims are taken to agree, and a guard finds those that do not."""
+    def build(x, y):
+        return getattr(raw, op)(x=x, y=y, incompatible_shape_error=False)
+
+    a, b = np.arange(12, dtype=np.int32).reshape(3, 4) % 5, np.arange(12, dtype=np.int32).reshape(3, 4) % 3
+    runs = Case(build, [[a, b], [a[:2], b[:2]]], [[None, 4]] * 2)
+    assert run_cases([runs, case(build, a, b[:, :1], unknown=[0])]).compared == 3
+    differs = Case(build, [[a, b[:1]]], [[None, 4]] * 2)
+    assert run_cases([differs], may_fall_back=True).fell_back == 1

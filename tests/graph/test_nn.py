@@ -248,3 +248,9 @@ def test_images_of_unknown_size():
         how = dict(ksize=[1, 2, 3, 2, 1], strides=[1, 2, 2, 1, 1], padding="SAME")
         cases.append(case(lambda t, op=op, how=how: op(input=t, **how), x, unknown=[0, 1, 2, 3]))
     assert run_cases(cases).compared == 4 * (len(cases) - 2) + 2
+
+
+def test_labels_and_logits_of_dims_that_are_not_known_to_agree():
+    x, labels = np.random.default_rng(7).normal(0, 1, (2, 3, 5)).astype(np.float32), np.zeros((2, 3), np.int32)
+    run_cases([case(lambda a, b: list(raw.SparseSoftmaxCrossEntropyWithLogits(
+        features=tf.reshape(a, [-1, 5]), labels=tf.reshape(b, [-1]))), x, labels, unknown=[0, 1])])

@@ -4,9 +4,12 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
-from tests.graph.support import case, run_cases
+from tests.graph.support import case, imported, run_cases
+from tf_stitch.graph.view import GraphView
+from tf_stitch.ir import interp
 
 quant = tf.quantization
 BITS = [(8, False), (8, True), (4, False), (16, True), (2, False)]
@@ -40,3 +43,37 @@ def test_a_range_for_each_channel():
                   values(*shape, 6), lows, highs, elementwise=True)
              for bits, narrow in BITS for shape in ((), (20,), (3, 5), (2, 3, 4))]
     assert run_cases(cases).compared == len(cases)
+
+
+def test_quantised_and_back():
+    """Given and found ranges, both roundings, an axis, types, ends of which either decides; a range of nothing."""
+    cases = []
+    x = np.random.default_rng(5).normal(0, 2, (6, 4, 5)).astype(np.float32)
+    for dtype, signed, narrow, bits, mode, axis in itertools.product(
+            ("float32", "float64"), (True, False), (False, True), (4, 8), ("HALF_TO_EVEN", "HALF_UP"),
+            (-1, 1)):
+        how = {"signed_input": signed, "num_bits": bits, "round_mode": mode, "narrow_range": narrow, "axis": axis}
+        found = 0.0 if axis == -1 else np.zeros(4)
+        cases.append(case(lambda x, k=how, r=found, t=dtype: tf.raw_ops.QuantizeAndDequantizeV4(
+            input=tf.cast(x, t), input_min=tf.cast(r, t), input_max=tf.cast(r, t), **k), x, unknown=[0]))
+        for low, high in ((-1.0, 1.5), (-3.0, 0.5), (0.25, 1.0)) if axis == -1 else ():
+            cases.append(case(lambda x, k=how, a=low, b=high, t=dtype: tf.raw_ops.QuantizeAndDequantizeV4(
+                input=tf.cast(x, t), input_min=tf.cast(a, t), input_max=tf.cast(b, t), range_given=True, **k), x,
+                unknown=[0]))
+    cases.append(case(lambda x: tf.raw_ops.QuantizeAndDequantizeV3(
+        input=x, input_min=0.0, input_max=0.0, num_bits=6, range_given=False), x))
+    cases += [case(lambda x: tf.raw_ops.QuantizeAndDequantizeV2(input=x, input_min=0.0, input_max=0.0),
+                   np.full((3,), v, np.float32)) for v in (0.0, 1.0, -1.0)]
+    assert run_cases(cases).compared == len(cases)
+
+
+def test_a_range_the_wrong_way_round_is_an_error():
+    def build(x):
+        return tf.raw_ops.QuantizeAndDequantizeV2(input=x, input_min=1.0, input_max=-1.0, range_given=True)
+
+    graph = tf.Graph()
+    with graph.as_default():
+        out = build(tf.compat.v1.placeholder(tf.float32, [3]))
+    ir, _ = imported(GraphView(graph.as_graph_def()), [out])
+    with pytest.raises(IndexError):
+        interp.run(ir, [np.ones(3, np.float32)])

@@ -118,3 +118,31 @@ def test_l2_loss():
     cases = [case(lambda t: tf.nn.l2_loss(t), random(d, s, 3), unknown=[0], tolerance=4)
              for d in ("float32", "float64", "float16", "bfloat16") for s in [(4, 5), (0,), (17,)]]
     assert run_cases(cases).compared == 12
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_cumulative_logsumexp(dtype):
+    """Prefixes far below the row's maximum keep their digits; infinities; no elements; both flags, any axis."""
+    x = np.random.default_rng(3).normal(0, 3, (3, 6, 4)).astype(dtype)
+    x[0, :, 0] = [-60, -50, 0, 10, 60, -60]
+    x[0, :3, 1] = -np.inf
+    x[1, 2, 1] = np.inf
+    cases = [case(lambda x, a=axis, e=exclusive, r=reverse: raw.CumulativeLogsumexp(x=x, axis=a, exclusive=e, reverse=r),
+                  data, unknown=unknown, elementwise=dtype != "float16")
+             for data in (x, x[:, :0]) for axis in (0, 1, -1) for exclusive in (False, True)
+             for reverse in (False, True) for unknown in (False, True)]
+    assert run_cases(cases).compared == len(cases)
+
+
+def test_targets_among_the_largest():
+    """Ties count for the target, targets outside and rows with what is not finite never do; k of 0 and beyond."""
+    x = np.round(np.random.default_rng(4).normal(0, 2, (40, 6))).astype(np.float32)
+    x[3, 2], x[4, 1], x[5, 0] = np.nan, np.inf, -np.inf
+    cases = []
+    for ids in ("int32", "int64"):
+        targets = np.random.default_rng(5).integers(-1, 8, 40).astype(ids)
+        for k in (0, 1, 2, 6, 9):
+            cases += [case(lambda x, t, k=k: raw.InTopKV2(predictions=x, targets=t, k=tf.cast(k, t.dtype)), x, targets,
+                           unknown=unknown) for unknown in (False, [0], True)]
+            cases.append(case(lambda x, t, k=k: raw.InTopK(predictions=x, targets=t, k=k), x, targets))
+    assert run_cases(cases).compared == len(cases)

@@ -201,3 +201,34 @@ def test_places_in_sorted_rows(op):
         cases += [case(lambda t, v, o=out: getattr(raw, op)(sorted_inputs=t, values=v, out_type=o), table, values,
                        unknown=unknown) for unknown in (False, True)]
     assert run_cases(cases).compared == len(cases)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
+def test_buckets(dtype):
+    """On boundaries, between and outside of them, NaN; boundaries are float32 whatever is put into buckets."""
+    x = np.array([-5, -1, -0.3, 0, 0.1, 0.3, 1, 7, np.nan, np.inf, -np.inf] if "float" in dtype else range(-5, 6), dtype)
+    cases = [case(lambda x, b=bounds: raw.Bucketize(input=x, boundaries=b), x.reshape(-1, 1), unknown=unknown)
+             for bounds in ([], [0.0], [-1.0, -0.3, 0.1, 0.1, 1.0]) for unknown in (False, True)]
+    assert run_cases(cases).compared == len(cases)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "float64"])
+def test_counts(dtype):
+    """Rows and single ones, weights, whether there is one at all; numbers beyond the last bin; no elements, no bins."""
+    rng, cases = np.random.default_rng(2), []
+    for shape, size, ids in itertools.product([(0,), (7,), (3, 5), (2, 0)], (0, 1, 6), ("int32", "int64")):
+        x, weights = rng.integers(0, 8, shape).astype(ids), rng.normal(0, 4, shape).astype(dtype)
+        for binary, unknown in itertools.product((False, True), (False, [0], True)):
+            cases.append(case(lambda x, n=size, b=binary: raw.DenseBincount(
+                input=x, size=tf.constant(n, x.dtype), weights=tf.constant([], dtype), binary_output=b), x,
+                unknown=unknown))
+            cases.append(case(lambda x, w, n=size, b=binary: raw.DenseBincount(
+                input=x, size=tf.constant(n, x.dtype), weights=w, binary_output=b), x, weights, unknown=unknown))
+    assert run_cases(cases, may_fall_back=True).compared > len(cases) * 0.9
+
+
+def test_many_elements_and_bins_stay_tensorflows():
+    c = case(lambda x: raw.DenseBincount(input=x, size=5000, weights=tf.constant([], tf.float32)),
+             np.zeros(1000, np.int32))
+    with pytest.raises(AssertionError, match="compare|elements and bins"):
+        run_cases([c])

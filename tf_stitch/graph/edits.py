@@ -10,7 +10,7 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
 from .shapes import variable_shape
 from .variables import free_name
-from .view import ARG_OPS, RET_OPS, GraphView, Ref, may_have_effects
+from .view import ARG_OPS, RET_OPS, GraphView, NodeView, Ref, may_have_effects
 
 MANY_WAITS = 64  # pairs of who waits and for what that a node without a value stands for
 ENDS = ARG_OPS | RET_OPS | {"NoOp", "Placeholder", "PlaceholderWithDefault"}
@@ -160,16 +160,16 @@ def without_relays(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: 
 
 def with_known_shapes(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, keep: Iterable[str],
                       run: Iterable[str]) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
-    """A copy in which the shapes of variables are constants where they can have no others.
+    """A copy in which sizes are constants where they can be no others, and what they were made of is not asked for.
 
-    The gradient of a loop asks for those of the weights that it reads.  In place of nodes in ``run``, which must only
+    They are the shapes of variables, which the gradient of a loop asks for, and numbers whose bounds meet, whatever the
+    data is: ``tf.math.bincount`` with as many bins at least as at most.  In place of nodes in ``run``, which must only
     have run, there is a NoOp.
     """
     edit, kept, run = Edit(source, view), set(keep), set(run)
     for n in view:
-        shape = variable_shape(view, n.inputs[0], assume=False) if n.op == "VariableShape" else None
-        if shape is not None and None not in shape and n.name not in kept:
-            value = np.array(shape, tf.as_dtype(view.dtype((n.name, 0))).as_numpy_dtype)
+        value = _only_value(view, n) if n.name not in kept else None
+        if value is not None:
             edit.instead[n.name, 0] = edit.constant(value, n.device, f"{n.name}/shape")
             edit.waits[n.name] = tuple(n.control_inputs)
     if not edit.instead:
@@ -181,6 +181,16 @@ def with_known_shapes(source: graph_pb2.GraphDef | function_pb2.FunctionDef, vie
                                       input=[f"^{c}" for c in view[name].control_inputs if c not in edit.waits])
                  for name in sorted(run & edit.waits.keys() - there))
     return out
+
+
+def _only_value(view: GraphView, n: NodeView) -> np.ndarray | None:
+    """What a node gives in every run, if it is one of those that ask for more than is needed to know it."""
+    if n.op == "Minimum":
+        return view.constant((n.name, 0))
+    shape = variable_shape(view, n.inputs[0], assume=False) if n.op == "VariableShape" else None
+    if shape is None or None in shape:
+        return None
+    return np.array(shape, tf.as_dtype(view.dtype((n.name, 0))).as_numpy_dtype)
 
 
 def without_dead(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, keep: Iterable[str]

@@ -22,13 +22,14 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from .control import CONTROL_FLOW, ENTER, EXIT, NEXT, Context, contexts_of
 from .edits import Edit
 from .shapes import const_size, is_loop_merge
+from .variables import GATHERS
 from .view import ARG_OPS, PASS_THROUGH, FuncRef, GraphView, NodeView, Ref, may_have_effects
 
 MOST_NODES = 2500  # that compute something and come of all loops of a graph: planning them takes seconds
 ELEMENTS = 64      # of an integer tensor whose value is followed
 ONE_COUNTER = "_one_counter"  # ends the name of a function that is a loop's condition
 WHILES = frozenset({"While", "StatelessWhile"})
-READS = frozenset({"ReadVariableOp", "VariableShape", "ResourceGather"})  # see effects, have none
+READS = frozenset({"ReadVariableOp", "VariableShape", *GATHERS})  # see effects, have none
 FREE = PASS_THROUGH | {"Const"}  # compute nothing
 BRANCHES = frozenset({"Switch", "Merge", "_SwitchN"})
 

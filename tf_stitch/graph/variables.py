@@ -1,7 +1,7 @@
 """Reads of variables: one read where a graph has many, and gathers from variables made to join clusters.
 
 TensorFlow reads a variable anew at every use, so the weights of an unrolled loop would look like other weights at every
-step.  A ResourceGather becomes ReadVariableOp and GatherV2.
+step.  A ResourceGather becomes ReadVariableOp and GatherV2, a ResourceGatherNd becomes ReadVariableOp and GatherNd.
 
 Reading a variable hands out its buffer without a copy; it is copied only where something else writes to the variable
 while the value is held, or after sparse updates.  So gathers read only variables that the graph does not write to.
@@ -16,14 +16,15 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from .shapes import variable_shape
 from .view import RET_OPS, GraphView, Ref
 
-READERS = frozenset({"ResourceGather", "ReadVariableOp", "VariableShape"})
+GATHERS = {"ResourceGather": "GatherV2", "ResourceGatherNd": "GatherNd"}  # from a variable: the same from a tensor
+READERS = frozenset({*GATHERS, "ReadVariableOp", "VariableShape"})
 WRITERS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 
 
 def read_before_gathers(source: graph_pb2.GraphDef | function_pb2.FunctionDef,
                         view: GraphView) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
     """The same graph, or a copy in which gathers from variables of known shape are gathers from what was read."""
-    chosen = {n.name for n in view if n.op == "ResourceGather" and _touched_by(view, n.inputs[0]) <= READERS
+    chosen = {n.name for n in view if n.op in GATHERS and _touched_by(view, n.inputs[0]) <= READERS
               and variable_shape(view, n.inputs[0]) is not None}
     if not chosen:
         return source
@@ -100,24 +101,25 @@ def _touched_by(view: GraphView, handle: Ref) -> set[str]:
 
 def _replaced(node: node_def_pb2.NodeDef, view: GraphView, taken: set[str],
               name: str | None) -> Iterable[node_def_pb2.NodeDef]:
-    """A read and a gather instead of a ResourceGather; the read has its name if the gather is given another."""
+    """A read and a gather instead of a gather from a variable; the read has its name if the gather is given another."""
     body = view.is_function
     read = node_def_pb2.NodeDef(name=node.name if name else free_name(f"{node.name}/read", taken),
                                 op="ReadVariableOp", device=node.device,
                                 input=[node.input[0], *(i for i in node.input if i.startswith("^"))])
     read.attr["dtype"].type = node.attr["dtype"].type
-    axis = node_def_pb2.NodeDef(name=free_name(f"{node.name}/axis", taken), op="Const", device=node.device)
-    axis.attr["dtype"].type = tf.int32.as_datatype_enum
-    axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(node.attr["batch_dims"].i, tf.int32))
     gather = node_def_pb2.NodeDef()
     gather.CopyFrom(node)
-    gather.name, gather.op = name or node.name, "GatherV2"
-    ends = (":value:0", ":output:0") if body else ("", "")
-    gather.input[0] = read.name + ends[0]
-    gather.input.insert(2, axis.name + ends[1])
+    gather.name, gather.op = name or node.name, GATHERS[node.op]
+    gather.input[0] = f"{read.name}:value:0" if body else read.name
     gather.attr.pop("validate_indices", None)  # SavedModels leave out what has its default
     gather.attr["Tparams"].type = node.attr["dtype"].type
     del gather.attr["dtype"]
+    if gather.op == "GatherNd":
+        return read, gather
+    axis = node_def_pb2.NodeDef(name=free_name(f"{node.name}/axis", taken), op="Const", device=node.device)
+    axis.attr["dtype"].type = tf.int32.as_datatype_enum
+    axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(node.attr["batch_dims"].i, tf.int32))
+    gather.input.insert(2, f"{axis.name}:output:0" if body else axis.name)
     gather.attr["Taxis"].type = tf.int32.as_datatype_enum
     return read, axis, gather
 

@@ -27,7 +27,7 @@ READ_TOGETHER = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_HALF, types_pb2.DT_B
 WHOLE = frozenset({"ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "VariableShape",
                    "VarIsInitializedOp", "DisableCopyOnRead"})
 XLA = "_XlaMustCompile"
-READERS = frozenset({"ReadVariableOp", "ResourceGather", "VariableShape"})
+READERS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"})
 Ref = tuple[str, int]
 
 

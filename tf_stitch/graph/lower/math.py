@@ -149,12 +149,15 @@ def clip_by_value(c: Context, x: Node, low: Node, high: Node) -> Node:
 # --- comparison and selection ----------------------------------------------------------------------
 
 def _comparable(view: GraphView, node: NodeView) -> str | None:
-    """With incompatible_shape_error off, shapes that do not broadcast give a scalar; that stays TensorFlow's."""
+    """With incompatible_shape_error off (Python's ``==`` and ``!=``), shapes that do not broadcast give a scalar.
+
+    Unknown dims are taken to agree, as everywhere; where they do not, a guard leaves the call to TensorFlow.
+    """
     if node.attr("incompatible_shape_error", True):
         return None
     shapes = [view.shape(r) or () for r in node.inputs]
-    fits = all((a is not None and a == b) or 1 in (a, b) for a, b in zip(*(s[::-1] for s in shapes), strict=False))
-    return None if fits else "incompatible_shape_error is off and the shapes may be incompatible"
+    fits = all(a == b or a is None or b is None or 1 in (a, b) for a, b in zip(*(s[::-1] for s in shapes), strict=False))
+    return None if fits else "incompatible_shape_error is off and the shapes are incompatible"
 
 
 lower("Equal", check=_comparable)(_direct("eq"))

@@ -103,6 +103,7 @@ def softmax_cross_entropy(c: Context, logits: Node, labels: Node) -> list[Node]:
 @lower("SparseSoftmaxCrossEntropyWithLogits", kinds=FLOAT)
 def sparse_softmax_cross_entropy(c: Context, logits: Node, labels: Node) -> list[Node]:
     dtype, wide = logits.dtype, c.wide(logits)
+    labels = c.b.reshape(labels, wide.shape[:1])
     shifted, e, total = _shifted(c, wide)
     classes = c.b.iota((wide.shape[1],), 0, labels.dtype)
     labels = c.b.gather(classes, labels)  # the label itself, or the error of a label that is out of range

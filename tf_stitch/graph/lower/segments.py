@@ -24,6 +24,7 @@ from .registry import ALL, INT, NUM, lower
 LONGEST = 1 << 15  # indices: counting takes the square of it, 0.2 ms on an H200
 LARGEST = 1 << 20  # elements of a tensor of which some rows are changed
 WIDEST = 1 << 9  # elements of a row whose largest are wanted
+COMPARED = 1 << 22  # pairs of an element and a bin that are counted by comparing: some microseconds
 
 
 # --- segments --------------------------------------------------------------------------------------
@@ -214,3 +215,37 @@ def _bound(side: str):
 
 lower("LowerBound", kinds=NUM)(_bound("left"))
 lower("UpperBound", kinds=NUM)(_bound("right"))
+
+
+@lower("Bucketize", kinds=NUM)
+def bucketize(c: Context, x: Node) -> Node:
+    """How many boundaries, which are float32, are not above an element."""
+    table = c.b.const(np.array(c.attr("boundaries") or [], np.float32), "float32")
+    kind = "float64" if x.dtype == "float64" else "float32"
+    return c.b.search(c.like(table, kind), c.like(x, kind), "right", 0, "int32")
+
+
+# --- counts ----------------------------------------------------------------------------------------
+
+def _counts_many(view: GraphView, node: NodeView) -> str | None:
+    known = math.prod(d for d in view.shape(node.inputs[0]) or () if d is not None)
+    size = view.constant(node.inputs[1])
+    if known * (int(size) if size is not None and size.ndim == 0 else 1) > COMPARED:
+        return f"op {node.op} compares more than {COMPARED} pairs of an element and a bin"
+    return None
+
+
+@lower("DenseBincount", values=(1,), kinds=INT, check=_counts_many, on_gpu=True)
+def dense_bincount(c: Context, x: Node, size: np.ndarray, weights: Node) -> Node:
+    """How often each number below ``size`` occurs in a row, or the sum of the weights there; others count nothing."""
+    (bins_,) = sizes_of(c, size, (c.static_shape() or (None,))[-1:])
+    lead, n = x.shape[:-1], x.shape[-1]
+    c.b.require("le", x.size * bins_, COMPARED, f"{c.node.name}: few elements and bins")
+    numbers = c.b.reshape(c.b.iota((bins_,), 0, x.dtype), (bins_, 1))
+    hits = c.b.ew("eq", numbers, c.b.reshape(x, (*lead, 1, n)))
+    if c.attr("binary_output", False):
+        return c.like(c.b.reduce("or", hits, [x.rank]), c.dtype)
+    worth = c.b.const(1, c.dtype)
+    if not (D.is_static(weights.size) and weights.size == 0):
+        worth = c.b.reshape(c.b.broadcast_to(weights, x.shape), (*lead, 1, n))
+    return c.b.reduce("sum", c.b.select(hits, worth, 0), [x.rank])

@@ -1,7 +1,7 @@
 """Symbolic rules: small integer tensors computed from shapes, as arrays of Dims."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -157,6 +157,28 @@ for _op, _rule in _BINARY.items():
     symbolic(_op)(_elementwise(_rule, True))
 for _op, _predicate in _PREDICATES.items():
     symbolic(_op)(_elementwise(_predicate, False))
+
+
+@symbolic("Minimum")
+def minimum(s: SymContext) -> np.ndarray:
+    """Also where a maximum keeps an unknown number from being less than the other one: ``min(8, max(8, data))``."""
+    try:
+        return _elementwise(_BINARY["Minimum"], True)(s)
+    except NotSymbolic:
+        for limit, other in ((0, 1), (1, 0)):
+            if s.dims(other) == () and s.view[s.node.inputs[other][0]].op == "Maximum":
+                bound = s.value(limit)
+                if bound.shape == () and any(D.prove_le(bound[()], d) for d in _constants_of(s, other)):
+                    return bound
+        raise
+
+
+def _constants_of(s: SymContext, i: int) -> Iterator[int]:
+    """The constants that the node behind input ``i`` reads."""
+    for name, _ in s.view[s.node.inputs[i][0]].inputs:
+        value = s.view[name].attr("value") if s.view[name].op == "Const" else None
+        if value is not None and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iu":
+            yield int(value)
 
 
 @symbolic("Neg")
