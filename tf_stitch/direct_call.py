@@ -32,7 +32,7 @@ from tensorflow.python.pywrap_tfe import TFE_Py_Execute
 
 from . import runtime
 from .graph.control import CONTROL_FLOW
-from .graph.view import GraphView, NodeView, Ref, op_def
+from .graph.view import RET_OPS, GraphView, NodeView, Ref, op_def
 
 log = logging.getLogger("tf_stitch")
 
@@ -47,7 +47,7 @@ ARGUMENT, CONSTANT, VARIABLE, VALUE = range(4)  # where a kernel's inputs come f
 WRITERS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatterAdd",
                      "ResourceScatterSub", "ResourceScatterUpdate", "ResourceApplyGradientDescent", ASSIGN})
 READERS = frozenset({"ReadVariableOp", "ResourceGather"})
-HOST_TYPES = frozenset({"int32"})  # a function's int32 results lie on the host, a GPU kernel's do not
+HOST_TYPES = frozenset({"int32"})  # a function's int32 results lie on the host
 
 _lock = threading.Lock()
 _graphs: OrderedDict[tuple[str, str], graph_pb2.GraphDef] = OrderedDict()  # by function and options; most recent last
@@ -320,16 +320,16 @@ class _Maker:
         for n in nodes:
             self._check(n, late)
         if self._uses_gpu(nodes):
-            self._check_results()
+            self._check_results({(n.name, port) for n in nodes for port in self._fetched(n)})
         return [n for n in nodes if n.name not in late] + [n for n in nodes if n.name in late]
 
     def _uses_gpu(self, nodes: Iterable[NodeView]) -> bool:
         return any(_on_gpu(n.device) for n in nodes)
 
-    def _check_results(self) -> None:
-        """Raises where a function would hand out a result on the host."""
+    def _check_results(self, fetched: Set[Ref]) -> None:
+        """Raises where a function would hand out a result on the host that is not put there."""
         for ref in self.view.rets:
-            if self.view.dtype(ref) in HOST_TYPES:
+            if self.view.dtype(ref) in HOST_TYPES and self._source(ref) not in fetched:
                 raise _No("a result is an integer that functions hand out on the host")
             argument = self.position.get(self._source(ref))  # nothing else has a number yet
             if argument is not None and not _on_gpu(self.leaves[argument].backing_device):
@@ -338,6 +338,19 @@ class _Maker:
     def _is_read_by_programs(self, n: NodeView) -> bool:
         readers = {self.view[reader].op for reader, _, _ in self.view.consumers(n.name)}
         return n.op == "ReadVariableOp" and readers <= {STITCHED}
+
+    def _fetched(self, n: NodeView) -> list[int]:
+        """The results of a GPU's program that it puts into host memory: those that functions hand out there."""
+        if n.op != STITCHED or not _on_gpu(n.device):
+            return []
+        results = {self._source(r) for r in self.view.rets}
+        return [port for port, kind in enumerate(n.outputs or ())
+                if kind in HOST_TYPES and (n.name, port) in results and not self._is_read_by_steps((n.name, port))]
+
+    def _is_read_by_steps(self, ref: Ref) -> bool:
+        """False for a value that is a result of the function and nothing else."""
+        readers = [self.view[reader] for reader, _, port in self.view.consumers(ref[0]) if port == ref[1]]
+        return any(self._is_read_by_steps((n.name, 0)) if n.op in ALIASES else n.op not in RET_OPS for n in readers)
 
     def _check(self, n: NodeView, late: set[str]) -> None:
         """Raises unless the node can be a step."""
@@ -443,7 +456,7 @@ class _Maker:
         return _Kernels(call, any(n.op in WRITERS for n in part))
 
     def _alone(self, n: NodeView) -> bytes:
-        """The node for its kernel, which copies what a program does not get on the device."""
+        """The node for its kernel, which copies what a program does not get, or does not leave, on the device."""
         assert n.proto is not None
         node = node_def_pb2.NodeDef()
         node.CopyFrom(n.proto)
@@ -454,6 +467,9 @@ class _Maker:
         if n.op == STITCHED and host and _on_gpu(n.device):
             already = node.attr["_input_hostmem"].list.i
             node.attr["_input_hostmem"].list.i[:] = sorted({*already, *host})
+        fetched = self._fetched(n)
+        if fetched:
+            node.attr["_output_hostmem"].list.i[:] = fetched
         return node.SerializeToString()
 
     def _inputs(self, n: NodeView) -> list[Input]:

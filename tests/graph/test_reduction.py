@@ -127,8 +127,8 @@ def test_cumulative_logsumexp(dtype):
     x[0, :, 0] = [-60, -50, 0, 10, 60, -60]
     x[0, :3, 1] = -np.inf
     x[1, 2, 1] = np.inf
-    cases = [case(lambda x, a=axis, e=exclusive, r=reverse: raw.CumulativeLogsumexp(x=x, axis=a, exclusive=e, reverse=r),
-                  data, unknown=unknown, elementwise=dtype != "float16")
+    cases = [case(lambda x, a=axis, e=exclusive, r=reverse: raw.CumulativeLogsumexp(
+                      x=x, axis=a, exclusive=e, reverse=r), data, unknown=unknown, elementwise=dtype != "float16")
              for data in (x, x[:, :0]) for axis in (0, 1, -1) for exclusive in (False, True)
              for reverse in (False, True) for unknown in (False, True)]
     assert run_cases(cases).compared == len(cases)

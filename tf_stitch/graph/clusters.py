@@ -41,7 +41,7 @@ SHAPE_OPS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 PLUMBING = CONTROL_FLOW | {
     "Const", "Placeholder", "PlaceholderWithDefault", "_Arg", "_Retval", "_DeviceArg", "_DeviceRetval", "NoOp",
     "VarHandleOp", "ReadVariableOp", "AssignVariableOp", "VarIsInitializedOp", "VariableV2", "Variable", "Assert",
-    "PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case",
+    "PartitionedCall", "StatefulPartitionedCall", "If", "While", "StatelessWhile", "Case",
     "StatelessCase", "_Send", "_Recv", "_HostSend", "_HostRecv", "StitchedProgram", "RestoreV2", "SaveV2",
     "MergeV2Checkpoints", "ShardedFilename", "StaticRegexFullMatch", "DisableCopyOnRead", "AssignAddVariableOp",
     "AssignSubVariableOp", "StitchedAssign"}
@@ -127,6 +127,11 @@ def describe(view: GraphView, options: Options) -> list[NodeInfo]:
     return _leave_host_integers(view, infos) if options.on_gpu else infos
 
 
+def may_join(view: GraphView, name: str, options: Options) -> bool:
+    """Whether a node of a view may be part of a cluster."""
+    return next(i for i in describe(view, options) if i.name == name).why is None
+
+
 def _leave_host_integers(view: GraphView, infos: list[NodeInfo]) -> list[NodeInfo]:
     """On a GPU, leaves out what computes the small integers that TensorFlow's ops read on the host."""
     why = {i.name: i.why for i in infos}
@@ -135,10 +140,17 @@ def _leave_host_integers(view: GraphView, infos: list[NodeInfo]) -> list[NodeInf
     while again:
         again = False
         for i in reversed(infos):
-            if i.name in small and why[i.name] is None and _read_on_host(view, i.name, why):
+            if i.name in small and why[i.name] is None and not _tells_of_data(view, i) \
+                    and _read_on_host(view, i.name, why):
                 why[i.name] = "TensorFlow computes on the host what its own ops read there"
                 again = True
     return [replace(i, why=why[i.name]) for i in infos]
+
+
+def _tells_of_data(view: GraphView, i: NodeInfo) -> bool:
+    """Whether a small integer or truth value is computed from what lies on the device: it has to be fetched anyway."""
+    types = {view.dtype(ref) for ref in i.inputs if not _is_small_integer(view, ref)}
+    return any(t == "bool" or (t in DTYPES and DTYPES[t].is_float) for t in types)
 
 
 def _read_on_host(view: GraphView, name: str, why: Mapping[str, str | None]) -> bool:
@@ -611,7 +623,7 @@ def _reverse_order(after: Mapping[int, set[int]]) -> list[int]:
 def _not_worth_it(net: _Net, group: list[str], options: Options) -> str | None:
     """Why a cluster would cost more than it saves, or None."""
     compute = [n for n in group if net.by_name[n].computes]
-    if len(compute) < options.min_ops:
+    if len(compute) < options.min_ops and not any(net.by_name[n].op == "StatelessIf" for n in compute):
         size = "1 compute op" if len(compute) == 1 else f"{len(compute)} compute ops"
         return f"a cluster of {size} is not worth an op of its own (min_ops={options.min_ops})"
     return None

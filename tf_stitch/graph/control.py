@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .view import GraphView
+    from .view import GraphView, NodeView
 
 ENTER = frozenset({"Enter", "RefEnter"})
 EXIT = frozenset({"Exit", "RefExit"})
@@ -68,7 +68,7 @@ def contexts(order: Iterable[Flow], ops: Mapping[str, str]) -> dict[str, Context
     flows: dict[str, Flow] = {}
     for node in order:
         flows[node.name] = node
-        arriving = [_through(done[src], flows[src], port) for src, port in node.inputs if src in done]
+        arriving = [_through(done[src], flows[src], port, flows) for src, port in node.inputs if src in done]
         controls = [done[src] for src in node.controls if src in done]
         if node.op in MERGE:
             done[node.name] = _merge(node, arriving, controls, ops)
@@ -89,12 +89,19 @@ def _all_of(contexts_: list[Context]) -> Context:
     return Context(frame, frozenset().union(*(c.alive for c in contexts_)))
 
 
-def _through(context: Context, source: Flow, port: int) -> Context:
+def _through(context: Context, source: Flow, port: int, flows: Mapping[str, Flow]) -> Context:
     """The context of the tensor ``source:port``: a switch's output is alive only when its branch is taken."""
     if source.op not in SWITCH:
         return context
-    predicate = f"{source.inputs[1][0]}:{source.inputs[1][1]}"
-    return Context(context.frame, context.alive | {Atom(predicate, port, context.frame)})
+    return Context(context.frame, context.alive | {Atom(predicate_name(source, flows), port, context.frame)})
+
+
+def predicate_name(switch: Flow | NodeView, nodes: Mapping[str, Flow] | Mapping[str, NodeView]) -> str:
+    """What decides a switch, through names that it is given on the way."""
+    name, port = switch.inputs[1]
+    while name in nodes and nodes[name].op == "Identity":
+        name, port = nodes[name].inputs[0]
+    return f"{name}:{port}"
 
 
 def _step(node: Flow, incoming: Context) -> Context:
@@ -111,11 +118,12 @@ def _merge(node: Flow, arriving: list[Context], controls: list[Context], ops: Ma
     if any(ops.get(src) in NEXT for src, _ in node.inputs):
         # Loop variables of one frame are alive together: one shared condition for all of them.
         return Context(both.frame, both.alive | {Atom("/".join(both.frame), -1, both.frame)})
+    # What it waits for may be dead: executors look at a merge's data alone.
     common = frozenset.intersection(*(c.alive for c in arriving)) if arriving else frozenset()
     rest = [c.alive - common for c in arriving]
     if not _complete(rest):
         common |= {Atom(node.name, -1, both.frame)}
-    return Context(both.frame, common.union(*(c.alive for c in controls)))
+    return Context(both.frame, common)
 
 
 def _complete(rest: list[frozenset[Atom]]) -> bool:

@@ -8,12 +8,14 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
+from .control import CONTROL_FLOW, contexts_of
 from .shapes import variable_shape
 from .variables import free_name
 from .view import ARG_OPS, RET_OPS, GraphView, NodeView, Ref, may_have_effects
 
 MANY_WAITS = 64  # pairs of who waits and for what that a node without a value stands for
 ENDS = ARG_OPS | RET_OPS | {"NoOp", "Placeholder", "PlaceholderWithDefault"}
+HARMLESS = frozenset({"ReadVariableOp", "Assert"})  # whether they run before another assertion fails matters to nobody
 Key = tuple[str, tuple[int, ...], bytes, str]
 
 
@@ -156,6 +158,63 @@ def without_relays(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: 
         if few and not any(may_have_effects(view[c].op) for c in n.control_inputs):
             edit.waits[n.name] = tuple(n.control_inputs)
     return edit.graph() if edit.waits else source
+
+
+def asserts_aside(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, run: Iterable[str],
+                  guards: Iterable[set[str]]) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
+    """A copy in which only what has effects waits for assertions that must run in any case (those in ``run``).
+
+    TensorFlow has all that follows wait for them, and them for the device: programs would be cut apart there.  Where
+    one fails, the call fails; what was computed beside it nobody sees.  ``guards`` are the ends of conditionals that
+    only assert.
+    """
+    checks = _checks(view, set(run), guards)
+    moved = {n.name: checks.intersection(n.control_inputs) for n in view
+             if n.name not in checks and not checks.isdisjoint(n.control_inputs)
+             and n.op not in CONTROL_FLOW and not _stays(n.op)}
+    found = contexts_of(view) if moved else {}
+    waits: dict[str, set[str]] = {}
+    for name, controls in list(moved.items()):
+        effects = [e for e in _after(view, name) if may_have_effects(view[e].op) and view[e].op not in HARMLESS]
+        if all(found[e].is_root for e in effects) and found[name].is_root:
+            for e in effects:
+                waits.setdefault(e, set()).update(controls)
+        else:
+            del moved[name]
+    if not moved:
+        return source
+    out = type(source)()
+    out.CopyFrom(source)
+    for node in out.node_def if isinstance(out, function_pb2.FunctionDef) else out.node:
+        gone = {f"^{c}" for c in moved.get(node.name, ())}
+        more = {f"^{c}" for c in waits.get(node.name, ())} - set(node.input)
+        if gone or more:
+            node.input[:] = [*(i for i in node.input if i not in gone), *sorted(more)]
+    return out
+
+
+def _checks(view: GraphView, run: set[str], guards: Iterable[set[str]]) -> set[str]:
+    """Assertions that run whether or not something waits for them, and what waits for nothing else."""
+    checks = {n.name for n in view if n.op == "Assert" and n.name in run}
+    for ends in guards:
+        if any(r in run for name in ends for r in (name, *view.control_consumers(name))):
+            checks |= ends
+    for n in view if checks else ():
+        if n.op == "NoOp" and n.control_inputs and checks.issuperset(n.control_inputs):
+            checks.add(n.name)
+    return checks
+
+
+def _after(view: GraphView, name: str) -> set[str]:
+    """What depends on a node."""
+    seen: set[str] = set()
+    stack = [name]
+    while stack:
+        n = stack.pop()
+        new = {*(r for r, _, _ in view.consumers(n)), *view.control_consumers(n)} - seen
+        seen |= new
+        stack.extend(new)
+    return seen
 
 
 def with_known_shapes(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, keep: Iterable[str],

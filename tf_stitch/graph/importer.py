@@ -20,7 +20,7 @@ from ..ir.ops import IRError
 from . import lower
 from .lower.context import Context, SymContext
 from .lower.registry import LITERAL_ELEMENTS, NotSymbolic, operand_kinds
-from .view import GraphView, NodeView, Ref
+from .view import ARG_OPS, GraphView, NodeView, Ref
 
 MAX_SYMBOLIC = 64  # elements of a value that is tracked as Dims
 
@@ -44,10 +44,24 @@ def import_cluster(view: GraphView, nodes: Iterable[str], inputs: Sequence[Ref],
     return importer.finish(outputs, name)
 
 
+def import_body(view: GraphView, builder: Builder, args: Sequence[Node]) -> list[Node]:
+    """What a function's body gives for arguments that are IR tensors of ``builder``, to which its nodes go.
+
+    Raises ImportFailed as :func:`import_cluster` does.
+    """
+    importer = _Importer(view, {n.name for n in view if n.op not in ARG_OPS | {"NoOp"}}, (), builder)
+    importer.tensors.update(((name, 0), arg) for name, arg in zip(view.args, args, strict=True))
+    origin = builder.origin
+    importer.run()
+    results = [importer.tensor(ref) for ref in view.rets]
+    builder.origin = origin
+    return results
+
+
 class _Importer:
-    def __init__(self, view: GraphView, members: set[str], inputs: Sequence[Ref]):
+    def __init__(self, view: GraphView, members: set[str], inputs: Sequence[Ref], builder: Builder | None = None):
         self.view, self.members = view, members
-        self.b = Builder()
+        self.b = builder or Builder()
         self.tensors: dict[Ref, Node] = {}
         self.symbols: dict[Ref, np.ndarray] = {}
         self.demanded: dict[Ref, np.ndarray | None] = {}

@@ -25,10 +25,10 @@ from ..program import serialize
 from ..program.program import AliasStep, Program
 from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
-from . import branches, clusters, feeds, lists, loops, lower, optimizers, updates
+from . import branches, clusters, conditionals, feeds, lists, loops, lower, optimizers, updates
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
-from .edits import with_known_shapes, without_dead, without_relays
+from .edits import asserts_aside, with_known_shapes, without_dead, without_relays
 from .importer import import_cluster
 from .variables import merge_reads, read_before_gathers
 from .view import GraphView
@@ -137,7 +137,14 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
                     view = view if source is view.source else GraphView(source, library)
                     source = branches.written_out(source, view, keep | run)
                     view = view if source is view.source else GraphView(source, library)
-                source = with_known_shapes(source, view, keep, run)
+                    source = conditionals.put_together(source, view, keep | run | (_ends(view) if keep_ends else set()),
+                                                       lambda v, n: clusters.may_join(v, n.name, options))
+                    view = view if source is view.source else GraphView(source, library)
+                known = with_known_shapes(source, view, keep, run)
+                if known is not source:
+                    source = without_dead(known, GraphView(known, library), keep | run | _ends(view))
+                    view = GraphView(source, library)
+                source = asserts_aside(source, view, run | set(view.control_rets), conditionals.guards(view))
                 view = view if source is view.source else GraphView(source, library)
                 source = without_relays(source, view, keep | run | set(view.control_rets))
                 view = view if source is view.source else GraphView(source, library)
@@ -161,7 +168,7 @@ def _straight(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: fu
               view: GraphView, options: Options, keep: frozenset[str], run: frozenset[str], keep_ends: bool
               ) -> tuple[graph_pb2.GraphDef | function_pb2.FunctionDef, GraphView]:
     """The graph with loops of a known number of turns written out, and its view."""
-    ends = {n.name for n in view if not view.consumers(n.name) and not view.control_consumers(n.name)}
+    ends = _ends(view)
     kept = keep | run | (ends if keep_ends else frozenset())
     for _ in range(MAX_STRAIGHT):
         done = source
@@ -180,6 +187,11 @@ def _straight(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: fu
         source = without_dead(counted, GraphView(counted, library), kept | ends)
         view = GraphView(source, library)
     return source, view
+
+
+def _ends(view: GraphView) -> frozenset[str]:
+    """What nothing reads or waits for: it may be fetched, or have effects."""
+    return frozenset(n.name for n in view if not view.consumers(n.name) and not view.control_consumers(n.name))
 
 
 def _with_updates(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, run: frozenset[str],
@@ -324,7 +336,7 @@ class _Place:
         assert view is not None
         keep = set(self.keep)
         if self.keep_ends:
-            keep |= {n.name for n in view if not view.consumers(n.name) and not view.control_consumers(n.name)}
+            keep |= _ends(view)
         rets = view.rets if view.is_function else ()
         return clusters.find(self.infos, self.options, keep, rets, self.run, prune=view.is_function)
 
@@ -347,7 +359,7 @@ class _Place:
     # --- splicing ------------------------------------------------------------------------------------
 
     def splice(self, target: graph_pb2.GraphDef | function_pb2.FunctionDef) -> list[function_pb2.FunctionDef]:
-        """Replaces the clusters' nodes in ``target``; returns the fallback functions that the new nodes need."""
+        """Replaces the clusters' nodes in ``target``; returns the functions that the new nodes need."""
         if self.view is None or not self.jobs:
             return []
         taken = set(self.view.nodes)
@@ -380,7 +392,8 @@ class _Place:
         self.nodes_after = len(result)
         if isinstance(target, function_pb2.FunctionDef):
             edit.function_ends(target)
-        return fallbacks
+        return [*fallbacks, *(f for f in self.view.library.values()
+                              if f.signature.name.startswith(conditionals.BRANCH_PREFIX))]
 
     def _output_text(self, name: str, port: int) -> str:
         assert self.view is not None
@@ -666,19 +679,12 @@ def _fallback(view: GraphView, c: Cluster) -> function_pb2.FunctionDef:
         source = view[name]
         assert source.proto is not None
         node = fdef.node_def.add(name=name, op=source.op, input=[
-            arg_of.get(r) or _body_text(view, r) for r in source.inputs])
+            arg_of.get(r) or view.body_text(r) for r in source.inputs])
         for key, value in source.proto.attr.items():
             if not key.startswith("_"):
                 node.attr[key].CopyFrom(value)
     for i, ref in enumerate(c.outputs):
-        fdef.ret[f"out_{i}"] = _body_text(view, ref)
+        fdef.ret[f"out_{i}"] = view.body_text(ref)
     digest = hashlib.sha256(fdef.SerializeToString(deterministic=True)).hexdigest()
     fdef.signature.name = FALLBACK_PREFIX + digest[:20]
     return fdef
-
-
-def _body_text(view: GraphView, ref: Tensor) -> str:
-    """How a function body names an output of a node."""
-    name, port = ref
-    arg, base = max(((a, b) for a, b in view.port_base(name).items() if b <= port), key=lambda item: item[1])
-    return f"{name}:{arg}:{port - base}"

@@ -319,6 +319,12 @@ class GraphView:
         arg, base = max(((a, b) for a, b in self._bases(proto).items() if b <= port), key=lambda item: item[1])
         return f"{proto.name}:{arg}:{port - base}"
 
+    def body_text(self, ref: Ref) -> str:
+        """How a function body names an output of a node."""
+        name, port = ref
+        arg, base = max(((a, b) for a, b in self.port_base(name).items() if b <= port), key=lambda item: item[1])
+        return f"{name}:{arg}:{port - base}"
+
     # --- types and values ---------------------------------------------------------------------------
 
     def dtype(self, ref: Ref) -> str:

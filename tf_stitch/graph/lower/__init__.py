@@ -2,6 +2,7 @@
 from . import (  # noqa: F401  (they fill the tables)
     array,
     backward,
+    branches,
     einsum,
     fused,
     gradients,

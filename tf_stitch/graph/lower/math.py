@@ -156,7 +156,7 @@ def _comparable(view: GraphView, node: NodeView) -> str | None:
     if node.attr("incompatible_shape_error", True):
         return None
     shapes = [view.shape(r) or () for r in node.inputs]
-    fits = all(a == b or a is None or b is None or 1 in (a, b) for a, b in zip(*(s[::-1] for s in shapes), strict=False))
+    fits = all(a == b or not {a, b}.isdisjoint((None, 1)) for a, b in zip(*(s[::-1] for s in shapes), strict=False))
     return None if fits else "incompatible_shape_error is off and the shapes are incompatible"
 
 

@@ -168,7 +168,7 @@ def minimum(s: SymContext) -> np.ndarray:
         for limit, other in ((0, 1), (1, 0)):
             if s.dims(other) == () and s.view[s.node.inputs[other][0]].op == "Maximum":
                 bound = s.value(limit)
-                if bound.shape == () and any(D.prove_le(bound[()], d) for d in _constants_of(s, other)):
+                if bound.shape == () and any(D.prove_le(bound.item(), d) for d in _constants_of(s, other)):
                     return bound
         raise
 
