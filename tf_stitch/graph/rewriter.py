@@ -25,7 +25,7 @@ from ..program import serialize
 from ..program.program import AliasStep, Program
 from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
-from . import branches, clusters, conditionals, feeds, lists, loops, lower, optimizers, updates
+from . import branches, clusters, conditionals, feeds, inline, lists, loops, lower, optimizers, updates
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
 from .edits import asserts_aside, with_known_shapes, without_dead, without_relays
@@ -170,6 +170,9 @@ def _straight(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: fu
     """The graph with loops of a known number of turns written out, and its view."""
     ends = _ends(view)
     kept = keep | run | (ends if keep_ends else frozenset())
+    if options.on_gpu and isinstance(source, graph_pb2.GraphDef):
+        source = inline.inlined(source, view, kept, run, lambda v, n: clusters.why_not(v, n, options) is None)
+        view = view if source is view.source else GraphView(source)
     for _ in range(MAX_STRAIGHT):
         done = source
         source = loops.written_out(source, view, kept, loops.MOST_NODES)
