@@ -28,7 +28,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from ..ir.dtypes import DTYPES
-from .control import CONTROL_FLOW, MERGE, SWITCH, Atom, Flow, contexts
+from .control import CONTROL_FLOW, MERGE, SWITCH, Atom, Flow, contexts, predicate_name
 from .shapes import variable_shape
 from .variables import free_name
 from .view import GraphView, NodeView, Ref, may_have_effects
@@ -82,7 +82,9 @@ class _Graph:
     def alive_through(self, ref: Ref) -> Alive:
         """The conditions under which a value is there."""
         n = self.view[ref[0]]
-        return self.alive[n.name] | {Atom(_predicate(n), ref[1], ())} if n.op in SWITCH else self.alive[n.name]
+        if n.op not in SWITCH:
+            return self.alive[n.name]
+        return self.alive[n.name] | {Atom(predicate_name(n, self.view.nodes), ref[1], ())}
 
     def data(self, ref: Ref) -> Ref:
         """What a value is, outside of switches and names."""
@@ -124,11 +126,6 @@ def run_before(view: GraphView) -> tuple[dict[str, int], dict[str, int]]:
     return bit, before
 
 
-def _predicate(switch: NodeView) -> str:
-    name, port = switch.inputs[1]
-    return f"{name}:{port}"
-
-
 def _are_exclusive(a: Alive, b: Alive) -> bool:
     """Whether never both are alive."""
     return any(x.source == y.source and x.branch != y.branch for x in a for y in b)
@@ -159,8 +156,9 @@ def _groups(graph: _Graph) -> list[_Group]:
         of.update(dict.fromkeys(sources, _Group()))
     for n in graph.view:
         if n.op in SWITCH:
-            if _predicate(n) in of:  # else nobody reads what it gives
-                of[_predicate(n)].switches.append(n)
+            predicate = predicate_name(n, graph.view.nodes)
+            if predicate in of:  # else nobody reads what it gives
+                of[predicate].switches.append(n)
         elif graph.alive[n.name]:
             of[next(iter(graph.alive[n.name])).source].inside.append(n)
         elif n.op in MERGE:

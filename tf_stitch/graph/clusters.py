@@ -149,7 +149,7 @@ def _leave_host_integers(view: GraphView, infos: list[NodeInfo]) -> list[NodeInf
 
 def _tells_of_data(view: GraphView, i: NodeInfo) -> bool:
     """Whether a small integer or truth value is computed from what lies on the device: it has to be fetched anyway."""
-    types = {view.dtype(ref) for ref in i.inputs if not _is_small_integer(view, ref)}
+    types = {view.dtype(ref) for ref in i.inputs if i.op not in SHAPE_OPS and not _is_small_integer(view, ref)}
     return any(t == "bool" or (t in DTYPES and DTYPES[t].is_float) for t in types)
 
 
