@@ -13,7 +13,7 @@ from tf_stitch.graph.rewriter import rewrite
 from tf_stitch.graph.view import GraphView
 from tf_stitch.options import Options
 
-GPU = Options(target="cuda:sm_90")
+GPU = Options(target="cuda:sm_90", keep=("y",))
 X = np.random.default_rng(0).normal(0, 2, (3, 4)).astype(np.float32)
 
 
@@ -52,7 +52,7 @@ def run(graph, x) -> np.ndarray:
 def same(model, programs: int = 1, xs=(X, -X, X[:1])) -> None:
     """The model is so many programs for a GPU, and gives the same numbers (run by fallbacks here)."""
     graph = built(model)
-    out, _ = rewrite(graph, Options(target="cuda:sm_90", keep=("y",)), keep_ends=False)
+    out, _ = rewrite(graph, GPU, keep_ends=False)
     ops = [n.op for n in out.node]
     assert ops.count("StitchedProgram") == programs and "Merge" not in ops
     for x in xs:
@@ -129,6 +129,17 @@ def test_branches_that_only_run_when_taken(branch, taken_apart):
     assert "StatelessIf" not in together(built(lambda x: v1.cond(positive(x), lambda: branch(x), lambda: x)))
 
 
+def test_a_variable_that_may_hold_nothing_is_read_where_it_was(taken_apart):
+    def model(x):
+        w = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[4], shared_name="w")
+        return v1.cond(tf.raw_ops.VarIsInitializedOp(resource=w),
+                       lambda: x + tf.raw_ops.ReadVariableOp(resource=w, dtype=tf.float32), lambda: x * 2.0)
+
+    graph = built(model)
+    assert "StatelessIf" not in together(graph)
+    np.testing.assert_allclose(run(rewrite(graph, GPU, keep_ends=False)[0], X), X * 2)
+
+
 def test_results_that_must_stay(taken_apart):
     """A node of a branch that is kept, and a reader of which input a Merge took."""
     graph = built(lambda x: v1.cond(positive(x), lambda: tf.exp(x, name="inside"), lambda: x))
@@ -146,7 +157,7 @@ def test_a_loop_s_condition_stays_on_the_host(taken_apart):
 
         return v1.while_loop(goes_on, lambda i, y: (i + 1, tf.tanh(y) * 2.0 + 1.0), [tf.shape(x)[0], x])[1]
 
-    out, _ = rewrite(built(model), Options(target="cuda:sm_90", keep=("y",)), keep_ends=False)
+    out, _ = rewrite(built(model), GPU, keep_ends=False)
     assert "StatelessIf" not in [n.op for n in out.node] and "Merge" in [n.op for n in out.node]
 
 
@@ -182,7 +193,7 @@ def guarded(ok, y):
 @pytest.mark.parametrize("check", [plain, guarded])
 def test_assertions_do_not_cut_programs_apart(check, taken_apart):
     graph = built(asserting(check))
-    out, _ = rewrite(graph, Options(target="cuda:sm_90", keep=("y",)), keep_ends=False, run=["check"])
+    out, _ = rewrite(graph, GPU, keep_ends=False, run=["check"])
     assert [n.op for n in out.node].count("StitchedProgram") == 1
     g = tf.Graph()
     with g.as_default():

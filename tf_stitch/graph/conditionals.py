@@ -147,6 +147,8 @@ def _may_be_one(view: GraphView, cond: _Cond) -> bool:
     if not any(map(view.consumers, cond.joins)) or not all(may_run) or any(
             n.op in CONTROL_FLOW | RET_OPS or n.proto is None for n in nodes):
         return False
+    if any(n.op == READ and not _is_initialized(view, n) for n in nodes):
+        return False
     own = cond.names
     for n in (*cond.switches.values(), *nodes):
         for reader, _, port in view.consumers(n.name):
@@ -163,6 +165,14 @@ def _may_be_one(view: GraphView, cond: _Cond) -> bool:
     dear = (too_much(view, [n for n in branch.values() if n.op not in (READ, "NoOp", "Const")])
             for branch in cond.branches)
     return not any(dear) and not _reaches(view, cond.joins, cond)
+
+
+def _is_initialized(view: GraphView, read: NodeView) -> bool:
+    """False for a variable that the graph itself asks whether it holds something."""
+    handle = read.inputs[0]
+    while view[handle[0]].op in ("Switch", "Identity"):
+        handle = view[handle[0]].inputs[0]
+    return all(view[r].op != "VarIsInitializedOp" for r, _, _ in view.consumers(handle[0]))
 
 
 def _reaches(view: GraphView, start: Iterable[str], cond: _Cond) -> bool:

@@ -144,7 +144,8 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
                 if known is not source:
                     source = without_dead(known, GraphView(known, library), keep | run | _ends(view))
                     view = GraphView(source, library)
-                source = asserts_aside(source, view, run | set(view.control_rets), conditionals.guards(view))
+                if options.on_gpu:  # a CPU's ops have errors of their own, which the assertion should come before
+                    source = asserts_aside(source, view, run | set(view.control_rets), conditionals.guards(view))
                 view = view if source is view.source else GraphView(source, library)
                 source = without_relays(source, view, keep | run | set(view.control_rets))
                 view = view if source is view.source else GraphView(source, library)
