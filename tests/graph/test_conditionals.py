@@ -79,9 +79,12 @@ def test_a_branch_not_taken_may_hold_nan():
 
 
 def test_branches_of_different_size_are_decided_by_tensorflow():
-    """What cannot be told while rewriting is a guard."""
-    twice = case(lambda x: tf.cond(positive(x), lambda: x, lambda: tf.concat([x, x], 0)), X, unknown=[0])
-    assert run_cases([twice], may_fall_back=True).fell_back == 1
+    """What cannot be told while rewriting is a guard, and the program's fallback is the conditional."""
+    def model(x):
+        return tf.cond(positive(x), lambda: x, lambda: tf.concat([x, x], 0)) * 2.0
+
+    assert run_cases([case(model, X, unknown=[0])], may_fall_back=True).fell_back == 1
+    same(model)
 
 
 def test_conditionals_that_were_taken_apart_are_one_program(taken_apart):
