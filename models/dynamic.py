@@ -26,6 +26,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 
 import numpy as np
+import tensorflow as tf
 
 from tf_stitch import bench, hook, runtime
 
@@ -162,7 +163,7 @@ def _here(workload: Workload, args: argparse.Namespace) -> None:
                 made[size] = _calls(workload, one, size)
         for size in (int(s) for s in args.xla_at.split(",") if s):
             if size in made and time.time() < args.until:
-                made[size]["xla"] = models_bench.runner(workload, "xla", size, False)
+                made[size]["xla"] = _for_size(workload, "xla", _first_rows(one, size))
                 made[size]["xla"]()
         print("ready", flush=True)
         seconds = sys.stdin.readline()
@@ -173,9 +174,22 @@ def _here(workload: Workload, args: argparse.Namespace) -> None:
 
 def _calls(workload: Workload, one: models_bench.Runner, size: int) -> dict[str, bench.Call]:
     """The function for all sizes, whose first call with this one is timed later, and a rewrite for this one."""
-    args, static = one.instance.inputs(size), models_bench.runner(workload, "stitched", size, False)
+    args = _first_rows(one, size)
+    static = _for_size(workload, "stitched", args)
     static()
     return {"dynamic": lambda: bench.finish(one.function(*args)), "static": static}
+
+
+def _first_rows(one: models_bench.Runner, size: int) -> list[Any]:
+    """Arguments for a batch size, of those for the largest one: to draw them anew takes long."""
+    return [x[:size] if batched else x for x, batched in zip(one.args, one.instance.workload.batched, strict=True)]
+
+
+def _for_size(workload: Workload, system: str, args: list[Any]) -> models_bench.Runner:
+    """The workload under a system that knows the size of its arguments."""
+    instance = workload.instance()
+    signature = [tf.TensorSpec(x.shape, x.dtype) for x in args]
+    return models_bench.Runner(instance, models_bench.COMPILE[system](instance.function, signature), args)
 
 
 def measured(workload: Workload, one: models_bench.Runner, sizes: Sequence[int],
@@ -206,15 +220,14 @@ def measured(workload: Workload, one: models_bench.Runner, sizes: Sequence[int],
 
 
 def _called(one: models_bench.Runner, sizes: Sequence[int], end: float) -> dict[str, Any]:
-    """Calls with one size after the other, the first rows of one set of arguments: to draw them anew takes long."""
-    most = list(zip(one.instance.inputs(sizes[-1]), one.instance.workload.batched, strict=True))
+    """Calls with one size after the other."""
     rewrites, plans = len(hook.reports()), runtime.counters().plans
     first: list[float] = []
     usual: list[float] = []
     for size in sizes:
         if time.time() > end:
             break
-        args = [x[:size] if batched else x for x, batched in most]
+        args = _first_rows(one, size)
         times = [_seconds(one.function, args) for _ in range(6)]
         first.append(times[0])
         usual.append(min(times[1:]))
