@@ -113,3 +113,17 @@ def test_a_gpu_folds_rows_that_a_block_loads_at_once(shape, axes, steps):
     b = Builder()
     graph = b.finish([b.reduce("sum", b.param(shape, "float32"), axes)])
     assert len(reduces(split_reductions(graph, CUDA))) == steps
+
+
+@pytest.mark.parametrize("target", [CUDA, HOST])
+def test_groups_of_channels_are_shared_out_to_a_block_s_threads(target):
+    """Few groups lie between folded axes; each would be one thread's.  On a CPU, and of few elements, one step is."""
+    b = Builder()
+    x, small = b.param((None, 32, 32, 8, 2), "float32"), b.param((None, 4, 4, 8, 2), "float32")
+    graph = b.finish([b.reduce("sum", v, [1, 2, 4]) for v in (x, small)], "groups")
+    made = split_reductions(graph, target)
+    verify(made)
+    assert len(reduces(made)) == (3 if target is CUDA else 2)
+    arrays = [np.random.default_rng(0).normal(size=s).astype(np.float32) for s in ((3, 32, 32, 8, 2), (3, 4, 4, 8, 2))]
+    for got, want in zip(interp.run(made, arrays), interp.run(graph, arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -21,6 +21,8 @@ from ..ir.ops import OPS
 SMALL_WORK = 1 << 16  # elements that one block reduces in less time than a second kernel takes
 ROW = 1 << 13  # elements of a row that the threads of a GPU's block load at once
 PARTS = (16, 1024)  # how many partial results per result are worth having, if the axis can be cut so
+STRADDLED = 1 << 8  # elements on both sides of a kept axis that a block's threads should share
+GROUPS = 64  # kept elements that leave threads idle
 LEAST = {True: 64, False: 1024}  # elements that a GPU's block folds of each of neighbouring results, of one
 
 
@@ -64,7 +66,9 @@ def split_reductions(graph: Graph, target: Any) -> Graph:
 
 
 def is_serial(node: Node, target: Any) -> bool:
-    """True when a reduction has too few results to keep the cores busy, and may be large."""
+    """True when a reduction has too few results to keep the cores, or a block's threads, busy, and may be large."""
+    if target.has_threads and _straddles(node) and _folded(node) >= STRADDLED:
+        return True
     work, results = D.upper(node.inputs[0].size), node.size
     if not isinstance(results, int) or (isinstance(work, int) and work < SMALL_WORK):
         return False
@@ -73,6 +77,15 @@ def is_serial(node: Node, target: Any) -> bool:
         return False
     panel = target.vector_bytes // DTYPES[node.dtype].size if last_kept else 1  # neighbours that go together
     return results < target.min_blocks * max(1, panel)
+
+
+def _straddles(node: Node) -> bool:
+    """True where few elements are kept between folded axes, for each of the first axis (groups of channels): a thread
+    for each of them would fold alone."""
+    axes, shape = node.attrs["axes"], node.inputs[0].shape
+    kept = [a for a in range(1, len(shape)) if a not in axes]
+    few = D.upper(D.product(shape[a] for a in kept))
+    return 0 not in axes and any(min(axes) < a < max(axes) for a in kept) and isinstance(few, int) and few <= GROUPS
 
 
 def _folded(node: Node) -> float:
@@ -114,7 +127,7 @@ def _second(node: Node, outer: int, inner: Sequence[int], target: Any) -> Cut | 
     """The cut of a second axis that gives all cores of a GPU partial results; None where ``outer`` does."""
     shape = node.inputs[0].shape
     known = D.upper(shape[outer])
-    if not target.has_threads or not isinstance(known, int):
+    if not target.has_threads or not isinstance(known, int) or not D.is_static(node.size):
         return None
     wanted = target.min_blocks // (max(1, known) * -(-D.static(node.size) // target.lanes))
     folded = D.upper(D.product(shape[a] for a in inner))
