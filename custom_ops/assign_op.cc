@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "tensorflow/core/framework/device.h"
+#include "inner_kernel.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
@@ -23,7 +23,6 @@ namespace tf_stitch {
 namespace {
 
 using tensorflow::DataType;
-using tensorflow::Device;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
@@ -55,59 +54,6 @@ validate_shape: whether a value must have its variable's shape, by variable; alw
 bool AreSame(const Tensor& a, const Tensor& b) {
   return a.data() == b.data() && a.dtype() == b.dtype() && a.shape() == b.shape() && a.SharesBufferWith(b);
 }
-
-// A kernel of TensorFlow's, run inside of another kernel's run.
-class Kernel {
- public:
-  static absl::Status Make(OpKernelContext* ctx, const tensorflow::NodeDef& node, int graph_def_version,
-                           std::unique_ptr<Kernel>* out) {
-    auto* device = static_cast<Device*>(ctx->device());
-    std::shared_ptr<const tensorflow::NodeProperties> properties;
-    TF_RETURN_IF_ERROR(
-        tensorflow::NodeProperties::CreateFromNodeDef(node, tensorflow::OpRegistry::Global(), &properties));
-    OpKernel* kernel = nullptr;
-    TF_RETURN_IF_ERROR(tensorflow::CreateOpKernel(tensorflow::DeviceType(device->device_type()), device,
-                                                  device->GetAllocator({}), /*flib=*/nullptr, ctx->resource_manager(),
-                                                  properties, graph_def_version, &kernel));
-    out->reset(new Kernel(kernel));
-    return absl::OkStatus();
-  }
-
-  // `result` may be null for an op without one.
-  absl::Status Run(OpKernelContext* ctx, std::vector<Tensor> inputs, Tensor* result) {
-    std::vector<tensorflow::TensorValue> values;
-    for (Tensor& t : inputs) values.emplace_back(&t);
-    OpKernelContext::Params params;
-    params.op_kernel = kernel_.get();
-    params.device = ctx->device();
-    params.resource_manager = ctx->resource_manager();
-    params.inputs = values;
-    params.input_alloc_attrs = inputs_;
-    params.output_attr_array = outputs_.data();
-    params.op_device_context = ctx->op_device_context();
-    params.runner = ctx->runner();
-    params.step_id = ctx->step_id();
-    OpKernelContext inner(&params);
-    static_cast<Device*>(ctx->device())->Compute(kernel_.get(), &inner);
-    if (inner.status().ok() && result) *result = *inner.mutable_output(0);
-    return inner.status();
-  }
-
- private:
-  explicit Kernel(OpKernel* kernel) : kernel_(kernel) {
-    for (tensorflow::MemoryType memory : kernel_->input_memory_types()) inputs_.push_back(On(memory));
-    for (tensorflow::MemoryType memory : kernel_->output_memory_types()) outputs_.push_back(On(memory));
-  }
-
-  static tensorflow::AllocatorAttributes On(tensorflow::MemoryType memory) {
-    tensorflow::AllocatorAttributes attributes;
-    attributes.set_on_host(memory == tensorflow::HOST_MEMORY);
-    return attributes;
-  }
-
-  const std::unique_ptr<OpKernel> kernel_;
-  std::vector<tensorflow::AllocatorAttributes> inputs_, outputs_;
-};
 
 class StitchedAssignOp : public OpKernel {
  public:
@@ -172,7 +118,7 @@ class StitchedAssignOp : public OpKernel {
   }
 
   struct Kernels {
-    std::unique_ptr<Kernel> difference, write;
+    std::unique_ptr<InnerKernel> difference, write;
   };
 
   absl::Status KernelsOf(OpKernelContext* ctx, int i, Kernels** out) {
@@ -185,13 +131,13 @@ class StitchedAssignOp : public OpKernel {
     if (updated) {
       tensorflow::NodeDef node = NodeOf("/difference", "Sub", {"value", "read"});
       (*node.mutable_attr())["T"].set_type(types_[i]);
-      TF_RETURN_IF_ERROR(Kernel::Make(ctx, node, graph_def_version_, &made.difference));
+      TF_RETURN_IF_ERROR(InnerKernel::Make(ctx, node, graph_def_version_, &made.difference));
     }
     tensorflow::NodeDef node =
         NodeOf("/write", updated ? "AssignAddVariableOp" : "AssignVariableOp", {"variable", "value"});
     (*node.mutable_attr())["dtype"].set_type(types_[i]);
     if (!updated) (*node.mutable_attr())["validate_shape"].set_b(validate_shape_[i]);
-    return Kernel::Make(ctx, node, graph_def_version_, &made.write);
+    return InnerKernel::Make(ctx, node, graph_def_version_, &made.write);
   }
 
   tensorflow::NodeDef NodeOf(const char* suffix, const char* op, std::initializer_list<const char*> inputs) const {

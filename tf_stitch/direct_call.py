@@ -32,6 +32,7 @@ from tensorflow.python.pywrap_tfe import TFE_Py_Execute
 
 from . import runtime
 from .graph.control import CONTROL_FLOW
+from .graph.reads import OP as READ
 from .graph.view import RET_OPS, GraphView, NodeView, Ref, op_def
 
 log = logging.getLogger("tf_stitch")
@@ -54,9 +55,12 @@ _graphs: OrderedDict[tuple[str, str], graph_pb2.GraphDef] = OrderedDict()  # by 
 
 
 def offer(name: str, options: str, graph: graph_pb2.GraphDef) -> None:
-    """Remembers what a function's graph was optimized to under some options, if it may be one to replay."""
+    """Remembers what a function's graph was optimized to under some options, if it may be one to replay.
+
+    Grappler may come again with what executors run, where reads are one op: what it was made of is remembered then.
+    """
     ops = [n.op for n in graph.node if n.op not in FREE and n.op != "ReadVariableOp"]
-    if STITCHED not in ops or len(ops) > MOST_STEPS:
+    if STITCHED not in ops or READ in ops or len(ops) > MOST_STEPS:
         return
     with _lock:
         _graphs[name, options] = graph

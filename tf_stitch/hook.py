@@ -256,6 +256,7 @@ def _rewrite(name: str, serialized: bytes, keep: tuple[str, ...]) -> bytes | Non
     from tensorflow.core.framework import graph_pb2
 
     from . import direct_call, rewrites
+    from .graph.reads import read_together
     from .graph.rewriter import rewrite
 
     everything = _state.everything
@@ -275,6 +276,8 @@ def _rewrite(name: str, serialized: bytes, keep: tuple[str, ...]) -> bytes | Non
     if not report.clusters:
         return None
     direct_call.offer(name, generation(), result)
+    if only is None:
+        result = read_together(result, keep)
     _state.reports.append((name, report))
     log.info("%s: %s", name, report.summary())
     for node in result.node:
