@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import signal
 import subprocess
 import sys
-import signal
 import threading
 
 import numpy as np
