@@ -46,6 +46,21 @@ def session(graph: tf.Graph) -> v1.Session:
     return v1.Session(graph=graph, config=config)
 
 
+def run_graph(graph: tf.compat.v1.GraphDef, x: np.ndarray) -> np.ndarray:
+    """``y`` of a graph for its placeholder ``x``, without any optimizer.
+
+    Variables get the values of their initializers, whose names begin with "init".
+    """
+    g = tf.Graph()
+    with g.as_default():
+        tf.graph_util.import_graph_def(graph, name="")
+    with session(g) as s:
+        for n in graph.node:
+            if n.name.startswith("init"):
+                s.run(n.name)
+        return s.run("y:0", {"x:0": x})
+
+
 def spec(x: np.ndarray, unknown: bool | Sequence[int] = False) -> list[int | None]:
     """The shape of ``x`` with all, none, or the listed dims unknown."""
     hidden = range(x.ndim) if unknown is True else () if unknown is False else unknown

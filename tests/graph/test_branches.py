@@ -20,19 +20,10 @@ X, Y = tf.constant([1.0, -2.0, 3.0]), tf.constant([-1.0, 0.5, 0.0])
 
 
 @pytest.fixture
-def graphs(monkeypatch):
+def graphs(graphs, monkeypatch):
     """The graphs behind the step; branches are written out on a CPU, too."""
-    made: list[tf.compat.v1.GraphDef] = []
-    changed = updates.updates_as_values
-
-    def spy(*args):
-        made.append(changed(*args))
-        return made[-1]
-
-    monkeypatch.setattr(updates, "updates_as_values", spy)
     monkeypatch.setattr(rewriter, "plain_ops_pay", lambda options: True)
-    monkeypatch.setattr(rewrites, "remembered", lambda graph, options, what, make: make())  # not from the disk
-    return made
+    return graphs
 
 
 def is_written_out(graphs) -> bool:

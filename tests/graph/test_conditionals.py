@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from tests.graph.support import case, run_cases, session, v1
+from tests.graph.support import case, run_cases, run_graph, session, v1
 from tf_stitch.graph import conditionals, edits
 from tf_stitch.graph.edits import without_dead
 from tf_stitch.graph.rewriter import rewrite
@@ -37,18 +37,6 @@ def together(graph) -> list[str]:
     return sorted(n.op for n in made.node if n.op in ("StatelessIf", "Switch", "Merge"))
 
 
-def run(graph, x) -> np.ndarray:
-    """The graph as it is run without any optimizer; variables get the values of their initializers."""
-    g = tf.Graph()
-    with g.as_default():
-        tf.graph_util.import_graph_def(graph, name="")
-    with session(g) as s:
-        for n in graph.node:
-            if n.name.startswith("init"):
-                s.run(n.name)
-        return s.run("y:0", {"x:0": x})
-
-
 def same(model, programs: int = 1, xs=(X, -X, X[:1])) -> None:
     """The model is so many programs for a GPU, and gives the same numbers (run by fallbacks here)."""
     graph = built(model)
@@ -56,7 +44,7 @@ def same(model, programs: int = 1, xs=(X, -X, X[:1])) -> None:
     ops = [n.op for n in out.node]
     assert ops.count("StitchedProgram") == programs and "Merge" not in ops
     for x in xs:
-        np.testing.assert_allclose(run(out, x), run(graph, x), rtol=1e-5)
+        np.testing.assert_allclose(run_graph(out, x), run_graph(graph, x), rtol=1e-5)
 
 
 def positive(x):
@@ -118,7 +106,7 @@ def test_variables_that_branches_read(taken_apart):
     assert together(graph) == ["StatelessIf"]
     made = conditionals.put_together(graph, GraphView(graph), ["y"], lambda view, node: True)
     for x in (X, -X):
-        np.testing.assert_allclose(run(made, x), run(graph, x))
+        np.testing.assert_allclose(run_graph(made, x), run_graph(graph, x))
 
 
 @pytest.mark.parametrize("branch", [
@@ -140,7 +128,7 @@ def test_a_variable_that_may_hold_nothing_is_read_where_it_was(taken_apart):
 
     graph = built(model)
     assert "StatelessIf" not in together(graph)
-    np.testing.assert_allclose(run(rewrite(graph, GPU, keep_ends=False)[0], X), X * 2)
+    np.testing.assert_allclose(run_graph(rewrite(graph, GPU, keep_ends=False)[0], X), X * 2)
 
 
 def test_results_that_must_stay(taken_apart):
@@ -202,7 +190,8 @@ def test_assertions_do_not_cut_programs_apart(check, taken_apart):
     with g.as_default():
         tf.graph_util.import_graph_def(out, name="")
     with session(g) as s:
-        np.testing.assert_allclose(s.run(["y:0", g.get_operation_by_name("check")], {"x:0": X})[0], run(graph, X), 1e-5)
+        value, _ = s.run(["y:0", g.get_operation_by_name("check")], {"x:0": X})
+        np.testing.assert_allclose(value, run_graph(graph, X), 1e-5)
         with pytest.raises(tf.errors.InvalidArgumentError):
             s.run(["y:0", g.get_operation_by_name("check")], {"x:0": X + 100})
 

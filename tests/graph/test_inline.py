@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.graph.support import session, v1
+from tests.graph.support import run_graph, v1
 from tf_stitch.graph.rewriter import rewrite
 from tf_stitch.options import Options
 
@@ -22,17 +22,6 @@ def built(model) -> v1.GraphDef:
 
 def calls(graph) -> int:
     return sum(n.op in ("PartitionedCall", "StatefulPartitionedCall") for n in graph.node)
-
-
-def value(graph) -> np.ndarray:
-    g = tf.Graph()
-    with g.as_default():
-        tf.graph_util.import_graph_def(graph, name="")
-    with session(g) as s:
-        for n in graph.node:
-            if n.name.startswith("init"):
-                s.run(n.name)
-        return s.run("y:0", {"x:0": X})
 
 
 def test_it_joins_what_is_around_it():
@@ -53,7 +42,7 @@ def test_it_joins_what_is_around_it():
     out, report = rewrite(graph, GPU, keep_ends=False, run=names)
     assert calls(graph) == 2 and calls(out) == 0 and len(report.clusters) == 1
     assert [n.op for n in out.node if n.name in names] == ["NoOp", "NoOp"]
-    np.testing.assert_allclose(value(out), value(graph), rtol=1e-5)
+    np.testing.assert_allclose(run_graph(out, X), run_graph(graph, X), rtol=1e-5)
 
 
 @pytest.mark.parametrize("cold", [

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tf_stitch import rewrites
 from tf_stitch.graph import optimizers, rewriter, updates
 
 from .test_updates import both
@@ -33,19 +32,10 @@ X, Y = tf.constant([[1.0, -2.0, 3.0]]), tf.constant([[-0.5, 0.25, 2.0]])
 
 
 @pytest.fixture
-def graphs(monkeypatch):
+def graphs(graphs, monkeypatch):
     """The graphs with plain ops and writes as values; a CPU gets them, too."""
-    made: list[tf.compat.v1.GraphDef] = []
-    changed = updates.updates_as_values
-
-    def spy(*args):
-        made.append(changed(*args))
-        return made[-1]
-
-    monkeypatch.setattr(updates, "updates_as_values", spy)
     monkeypatch.setattr(rewriter, "plain_ops_pay", lambda options: True)
-    monkeypatch.setattr(rewrites, "remembered", lambda graph, options, what, make: make())  # not from the disk
-    return made
+    return graphs
 
 
 def ops(graphs) -> list[str]:

@@ -11,26 +11,11 @@ from hypothesis import strategies as st
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 import tf_stitch
-from tf_stitch import hook, rewrites
+from tf_stitch import hook
 from tf_stitch.graph import updates
 from tf_stitch.graph.view import GraphView
 
 OP = updates.OP
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """The graphs that functions are made of while a test runs."""
-    made: list[tf.compat.v1.GraphDef] = []
-    changed = updates.updates_as_values
-
-    def spy(*args):
-        made.append(changed(*args))
-        return made[-1]
-
-    monkeypatch.setattr(updates, "updates_as_values", spy)
-    monkeypatch.setattr(rewrites, "remembered", lambda graph, options, what, make: make())  # not from the disk
-    return made
 
 
 def commits(graphs) -> list[tf.compat.v1.NodeDef]:
