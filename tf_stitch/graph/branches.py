@@ -28,7 +28,8 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from ..ir.dtypes import DTYPES
-from .control import CONTROL_FLOW, MERGE, SWITCH, Atom, Flow, contexts, predicate_name
+from .control import CONTROL_FLOW, MERGE, SWITCH, Atom, Flow, contexts, origin, predicate_name
+from .edits import op_node
 from .shapes import variable_shape
 from .variables import free_name
 from .view import GraphView, NodeView, Ref, may_have_effects
@@ -88,9 +89,7 @@ class _Graph:
 
     def data(self, ref: Ref) -> Ref:
         """What a value is, outside of switches and names."""
-        while (n := self.view[ref[0]]).op in SWITCH or n.op == "Identity":
-            ref = n.inputs[0]
-        return ref
+        return origin(self.view, ref)
 
     def variable(self, n: NodeView) -> Ref | None:
         """The one that a node reads or writes."""
@@ -341,12 +340,12 @@ class _Edit:
         taken, other = n.inputs if atom.branch else n.inputs[::-1]
         inputs = [self._literal(Atom(atom.source, 1, ()), n.device), self.text(taken), self.text(other), *controls]
         dtype = tf.as_dtype(self.view.dtype((n.name, 0))).as_datatype_enum
-        self.nodes[n.name] = _node("SelectV2", n.name, inputs, n.device, dtype)
+        self.nodes[n.name] = op_node("SelectV2", n.name, inputs, n.device, dtype)
 
     # --- new nodes ----------------------------------------------------------------------------------
 
     def add(self, op: str, name: str, inputs: list[str], device: str, dtype: int | None = None) -> str:
-        self.made.append(_node(op, free_name(name, self.taken), inputs, device, dtype))
+        self.made.append(op_node(op, free_name(name, self.taken), inputs, device, dtype))
         return self.made[-1].name
 
     def condition(self, alive: Alive, device: str) -> str:
@@ -366,13 +365,6 @@ class _Edit:
         if atom.branch == 0 and key not in self.known:
             self.known[key] = self.add("LogicalNot", f"{name}/not", [holds], device)
         return holds if atom.branch else self.known[key]
-
-
-def _node(op: str, name: str, inputs: list[str], device: str, dtype: int | None) -> node_def_pb2.NodeDef:
-    node = node_def_pb2.NodeDef(name=name, op=op, device=device, input=inputs)
-    if dtype is not None:
-        node.attr["dtype" if op in READERS | WRITERS else "T"].type = dtype
-    return node
 
 
 class _Variable:
@@ -404,7 +396,7 @@ class _Variable:
         now = self._value(n)
         if n.op in READERS:
             self.edit.instead[n.name, 0] = now
-            self.edit.nodes[n.name] = _node("Identity", n.name, [now], n.device, self.dtype)
+            self.edit.nodes[n.name] = op_node("Identity", n.name, [now], n.device, self.dtype)
             return
         given = self.edit.text(n.inputs[1])
         if n.op in SUMS:

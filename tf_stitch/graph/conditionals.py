@@ -17,7 +17,7 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from ..errors import ImportFailed
 from ..ir.dtypes import DTYPES
 from . import lower
-from .control import CONTROL_FLOW, Atom, Context, contexts_of, predicate_name
+from .control import CONTROL_FLOW, Atom, Context, contexts_of, origin, predicate_name
 from .edits import Edit, without_dead
 from .importer import import_cluster
 from .lower.branches import too_much
@@ -169,28 +169,22 @@ def _may_be_one(view: GraphView, cond: _Cond) -> bool:
 
 def _is_initialized(view: GraphView, read: NodeView) -> bool:
     """False for a variable that the graph itself asks whether it holds something."""
-    handle = read.inputs[0]
-    while view[handle[0]].op in ("Switch", "Identity"):
-        handle = view[handle[0]].inputs[0]
+    handle = origin(view, read.inputs[0])
     return all(view[r].op != "VarIsInitializedOp" for r, _, _ in view.consumers(handle[0]))
 
 
 def _reaches(view: GraphView, start: Iterable[str], cond: _Cond) -> bool:
     """Whether something outside leads from a conditional's results back to it."""
     own = cond.names
-    stack, seen = [r for n in start for r in _readers(view, n) if r not in cond.joins], set(cond.joins)
+    stack, seen = [r for n in start for r in view.readers(n) if r not in cond.joins], set(cond.joins)
     while stack:
         name = stack.pop()
         if name in own:
             return True
         if name not in seen and view[name].op not in ("NextIteration", "RefNextIteration"):
             seen.add(name)
-            stack.extend(_readers(view, name))
+            stack.extend(view.readers(name))
     return False
-
-
-def _readers(view: GraphView, name: str) -> list[str]:
-    return [*(r for r, _, _ in view.consumers(name)), *view.control_consumers(name)]
 
 
 # --- writing -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .view import GraphView, NodeView
+    from .view import GraphView, NodeView, Ref
 
 ENTER = frozenset({"Enter", "RefEnter"})
 EXIT = frozenset({"Exit", "RefExit"})
@@ -102,6 +102,13 @@ def predicate_name(switch: Flow | NodeView, nodes: Mapping[str, Flow] | Mapping[
     while name in nodes and nodes[name].op == "Identity":
         name, port = nodes[name].inputs[0]
     return f"{name}:{port}"
+
+
+def origin(view: GraphView, ref: Ref) -> Ref:
+    """What a value is, outside of switches and names."""
+    while (n := view[ref[0]]).op in SWITCH or n.op == "Identity":
+        ref = n.inputs[0]
+    return ref
 
 
 def _step(node: Flow, incoming: Context) -> Context:

@@ -11,7 +11,7 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from .control import CONTROL_FLOW, contexts_of
 from .shapes import variable_shape
 from .variables import free_name
-from .view import ARG_OPS, RET_OPS, GraphView, NodeView, Ref, may_have_effects
+from .view import ARG_OPS, RET_OPS, GraphView, NodeView, Ref, may_have_effects, op_def
 
 MANY_WAITS = 64  # pairs of who waits and for what that a node without a value stands for
 ENDS = ARG_OPS | RET_OPS | {"NoOp", "Placeholder", "PlaceholderWithDefault"}
@@ -27,6 +27,17 @@ class _Made:
     types: tuple[str, ...]
     inputs: tuple[Ref, ...]
     controls: tuple[str, ...]
+
+
+def op_node(op: str, name: str, inputs: Iterable[str], device: str, dtype: int | None = None
+            ) -> node_def_pb2.NodeDef:
+    """A node of an op of at most one element type, which is attribute ``dtype`` of some ops and ``T`` of the others."""
+    node = node_def_pb2.NodeDef(name=name, op=op, device=device, input=inputs)
+    if dtype is not None:
+        signature = op_def(op)
+        assert signature is not None
+        node.attr["dtype" if any(a.name == "dtype" for a in signature.attr) else "T"].type = dtype
+    return node
 
 
 class Edit:
@@ -96,8 +107,12 @@ class Edit:
 
     # --- the copy -----------------------------------------------------------------------------------
 
-    def graph(self) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
-        """The changed copy."""
+    def graph(self, run: Iterable[str] = ()) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
+        """The changed copy.
+
+        Args:
+          run: names of nodes that must have run, besides those that a function says: a NoOp is in place of what goes.
+        """
         out = type(self.source)()
         out.CopyFrom(self.source)
         is_function = isinstance(out, function_pb2.FunctionDef)
@@ -109,8 +124,9 @@ class Edit:
         del target[:]
         target.extend(nodes)
         target.extend(map(self._written, self._made.values()))
-        target.extend(node_def_pb2.NodeDef(name=end, op="NoOp", input=[f"^{w}" for w in self._waiting([end])])
-                      for end in dict.fromkeys(self.view.control_rets) if end in self.waits)
+        target.extend(node_def_pb2.NodeDef(name=end, op="NoOp", device=self.view[end].device,
+                                           input=[f"^{w}" for w in self._waiting([end])])
+                      for end in dict.fromkeys([*self.view.control_rets, *sorted(run)]) if end in self.waits)
         return out
 
     def _rewired(self, node: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
@@ -211,7 +227,7 @@ def _after(view: GraphView, name: str) -> set[str]:
     stack = [name]
     while stack:
         n = stack.pop()
-        new = {*(r for r, _, _ in view.consumers(n)), *view.control_consumers(n)} - seen
+        new = {*view.readers(n)} - seen
         seen |= new
         stack.extend(new)
     return seen
@@ -225,21 +241,13 @@ def with_known_shapes(source: graph_pb2.GraphDef | function_pb2.FunctionDef, vie
     data is: ``tf.math.bincount`` with as many bins at least as at most.  In place of nodes in ``run``, which must only
     have run, there is a NoOp.
     """
-    edit, kept, run = Edit(source, view), set(keep), set(run)
+    edit, kept = Edit(source, view), set(keep)
     for n in view:
         value = _only_value(view, n) if n.name not in kept else None
         if value is not None:
             edit.instead[n.name, 0] = edit.constant(value, n.device, f"{n.name}/shape")
             edit.waits[n.name] = tuple(n.control_inputs)
-    if not edit.instead:
-        return source
-    out = edit.graph()
-    nodes = out.node_def if isinstance(out, function_pb2.FunctionDef) else out.node
-    there = {n.name for n in nodes}
-    nodes.extend(node_def_pb2.NodeDef(name=name, op="NoOp", device=view[name].device,
-                                      input=[f"^{c}" for c in view[name].control_inputs if c not in edit.waits])
-                 for name in sorted(run & edit.waits.keys() - there))
-    return out
+    return edit.graph(run) if edit.instead else source
 
 
 def _only_value(view: GraphView, n: NodeView) -> np.ndarray | None:

@@ -28,18 +28,16 @@ def inlined(source: graph_pb2.GraphDef, view: GraphView, keep: Iterable[str], ru
       run: names of nodes that must have run: a NoOp is in their place.
       stitches: whether a node of a view may be part of a program.
     """
-    edit, keep, run = Edit(source, view), set(keep), set(run)
+    edit, run = Edit(source, view), set(run)
+    read = set(keep) - run
     for n in view:
-        body = _body(view, n) if n.op in CALLS and n.attr(XLA) and n.name not in keep - run else None
+        body = _body(view, n) if n.op in CALLS and n.attr(XLA) and n.name not in read else None
         if body is not None and all(_may_be_inlined(body, m, stitches) for m in body):
             _put_in(edit, n, body)
     if not edit.waits:
         return source
-    out = edit.graph()
+    out = edit.graph(run)
     assert isinstance(out, graph_pb2.GraphDef)
-    out.node.extend(node_def_pb2.NodeDef(name=name, op="NoOp", device=view[name].device,
-                                         input=[f"^{c}" for c in edit.waits[name]])
-                    for name in edit.waits if name in run)
     return out
 
 

@@ -18,7 +18,8 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from ..ir.dtypes import DTYPES
 from .branches import KEEPS, conditions, run_before
-from .control import CONTROL_FLOW, NEXT
+from .control import CONTROL_FLOW, NEXT, origin
+from .edits import op_node
 from .shapes import variable_shape
 from .updates import MOST_BYTES
 from .variables import free_name
@@ -82,7 +83,7 @@ class _Step:
         shape = self.shapes[0]
         known = shape is not None and None not in shape and all(s == shape for s in self.shapes)
         given = {k: self.view.proven_shape(ref) for k, ref in self.inputs.items() if k not in self.variables}
-        handles = {self._data(ref) for ref in self.variables.values()}
+        handles = {origin(self.view, ref) for ref in self.variables.values()}
         return (known and self.dtype in TYPES and len(handles) == len(self.variables)
                 and all(self.view[name].is_arg for name, _ in handles)
                 and all(s == (shape if k in ("grad", "delta") else ()) for k, s in given.items()))
@@ -113,24 +114,16 @@ class _Step:
     def _waits(self, handle: Ref, earlier: Sequence[NodeView], but: frozenset[str]) -> list[str]:
         """What a read or write waits for: what may touch the variable, but for ops that only read."""
         def touches(n: NodeView) -> bool:
-            handles = {self._data(r) for r in n.inputs if self.view.dtype(r) == "resource"}
-            return n.op not in but and (not handles or self._data(handle) in handles)
+            handles = {origin(self.view, r) for r in n.inputs if self.view.dtype(r) == "resource"}
+            return n.op not in but and (not handles or origin(self.view, handle) in handles)
 
         names = [*self.node.control_inputs, *(n.name for n in earlier if touches(n))]
         return [f"^{name}" for name in dict.fromkeys(names)]
 
-    def _data(self, ref: Ref) -> Ref:
-        while (n := self.view[ref[0]]).op in ("Identity", "Switch"):
-            ref = n.inputs[0]
-        return ref
-
     def _add(self, op: str, inputs: list[str]) -> str:
-        node = node_def_pb2.NodeDef(name=free_name(f"{self.node.name}/{op}", self.taken), op=op,
-                                    device=self.node.device, input=inputs)
-        dtype = tf.as_dtype(self.dtype).as_datatype_enum
-        node.attr["dtype" if op in ("ReadVariableOp", "AssignVariableOp", "Const") else "T"].type = dtype
-        self.nodes.append(node)
-        return node.name
+        name = free_name(f"{self.node.name}/{op}", self.taken)
+        self.nodes.append(op_node(op, name, inputs, self.node.device, tf.as_dtype(self.dtype).as_datatype_enum))
+        return name
 
     # --- what formulas are written in ---------------------------------------------------------------
 

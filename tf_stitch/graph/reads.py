@@ -39,10 +39,8 @@ def read_together(graph: graph_pb2.GraphDef, keep: Iterable[str]) -> graph_pb2.G
     edit = Edit(graph, view)
     for reads in found:
         _join(edit, reads)
-    out = edit.graph()
+    out = edit.graph(name.removeprefix("^") for name in keep if name.startswith("^"))
     assert isinstance(out, graph_pb2.GraphDef)
-    out.node.extend(node_def_pb2.NodeDef(name=name, op="NoOp", device=view[name].device, input=[f"^{w}" for w in waits])
-                    for name, waits in edit.waits.items() if f"^{name}" in keep)
     return out
 
 

@@ -30,6 +30,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from ..ir.dtypes import DTYPES
 from .branches import KEEPS
 from .control import CONTROL_FLOW
+from .edits import op_node
 from .shapes import variable_shape
 from .variables import free_name
 from .view import RET_OPS, GraphView, NodeView, Ref, may_have_effects
@@ -267,10 +268,8 @@ class _Edit:
             u.values.append(value)
 
     def _add(self, op: str, name: str, inputs: Sequence[str], device: str, dtype: int) -> str:
-        node = node_def_pb2.NodeDef(name=free_name(name, self.taken), op=op, device=device, input=inputs)
-        node.attr["dtype" if op == "ReadVariableOp" else "T"].type = dtype
-        self.made.append(node)
-        return node.name
+        self.made.append(op_node(op, free_name(name, self.taken), inputs, device, dtype))
+        return self.made[-1].name
 
     def _forward(self, node: node_def_pb2.NodeDef, u: _Update, number: int) -> node_def_pb2.NodeDef:
         """A read after a write: another name of the value then."""

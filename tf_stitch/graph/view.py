@@ -297,6 +297,10 @@ class GraphView:
         """Nodes with a control edge from this node."""
         return self._control_consumers[name]
 
+    def readers(self, name: str) -> list[str]:
+        """Nodes that read the node's data or wait for it."""
+        return [*(reader for reader, _, _ in self.consumers(name)), *self.control_consumers(name)]
+
     def port_base(self, name: str) -> dict[str, int]:
         """First flat port of each output arg of a node."""
         proto = self.nodes[name].proto
