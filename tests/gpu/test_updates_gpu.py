@@ -9,13 +9,13 @@ import tf_stitch
 from tests.gpu.test_op_gpu import exact_float32  # noqa: F401 (a fixture)
 from tests.graph import test_branches as branches
 from tests.graph import test_optimizers as optimizers
-from tests.graph.test_updates import (  # noqa: F401 (a fixture)
+from tests.graph.conftest import graphs  # noqa: F401 (a fixture)
+from tests.graph.test_updates import (
     adam,
     assign,
     both,
     check_threads_at_once,
     commits,
-    graphs,
     ops,
     variable,
 )
