@@ -18,14 +18,10 @@ LEFT_OUT = {
     "RandomGammaGrad": "a derivative that is itself a series; only gamma sampling uses it",
     "CheckNumerics": "an assertion: it must stay where TensorFlow can report it",
     "StochasticCastToInt": "random",
-    "FakeQuantWithMinMaxArgsGradient": "quantisation", "FakeQuantWithMinMaxVarsGradient": "quantisation",
     "UniformQuantize": "quantisation", "UniformDequantize": "quantisation",
     "RandomShuffle": "random", "PlaceholderWithDefault": "a feed point, not a computation",
     "FFT": COMPLEX, "FFT2D": COMPLEX, "FFT3D": COMPLEX, "IFFT": COMPLEX, "IFFT2D": COMPLEX, "IFFT3D": COMPLEX,
-    "Cross": "mixes three elements, not elementwise",
-    "LRN": "a window over channels", "LRNGrad": "a window over channels",
-    "HSVToRGB": "an image op", "RGBToHSV": "an image op", "AdjustHue": "an image op", "AdjustSaturation": "an image op",
-    "AdjustContrastv2": "an image op",
+    "LRNGrad": "a window over channels", "AdjustHue": "an image op", "AdjustSaturation": "an image op",
 }
 
 

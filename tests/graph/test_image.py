@@ -159,3 +159,55 @@ def test_transposed_convolutions_of_groups():
 
         cases.append(case(build, image(2, *places, 8), image(3, 3, 3, 8), tolerance=3))
     assert run_cases(cases).compared == len(cases)
+
+
+def test_crops():
+    """Boxes inside, across the border, upside down, of no size; of one and of several pixels; types."""
+    boxes = np.array([[0, 0, 1, 1], [0.1, 0.25, 0.6, 0.8], [-0.5, -0.2, 1.3, 1.1], [0.9, 0.8, 0.1, 0.2],
+                      [0.5, 0.5, 0.5, 0.5], [2, 2, 3, 3]], np.float32)
+    of = np.array([0, 1, 1, 0, 2, 1], np.int32)
+    cases = []
+    methods = ("bilinear", "nearest")
+    for size, method, outside in itertools.product([(3, 4), (1, 5), (6, 1), (1, 1)], methods, (0.0, -7.0)):
+        c = case(lambda x, b, i, s=size, m=method, o=outside: tf.image.crop_and_resize(x, b, i, s, m, o),
+                 image(3, 6, 5, 2), boxes, of)
+        c.shapes = [[None, None, None, 2], [None, 4], [None]]
+        c.inputs += [[image(3, 1, 7, 2), boxes[:3], of[:3]], [image(3, 6, 5, 2), boxes[:0], of[:0]]]
+        cases.append(c)
+    for dtype in ("float64", "float16", "uint8", "int32"):
+        cases.append(case(lambda x, b, i: tf.image.crop_and_resize(x, b, i, [4, 3]),
+                          np.abs(image(3, 6, 5, 2)).astype(dtype), boxes, of))
+    assert run_cases(cases).compared == sum(len(c.inputs) for c in cases)
+
+
+def test_patches():
+    cases = []
+    for size, strides, rates, padding in itertools.product([(2, 2), (3, 1), (1, 4)], [(1, 1), (2, 3), (3, 3)],
+                                                           [(1, 1), (2, 1)], ["VALID", "SAME"]):
+        c = case(lambda x, k=size, s=strides, r=rates, p=padding: tf.image.extract_patches(
+            x, [1, *k, 1], [1, *s, 1], [1, *r, 1], p), image(2, 8, 7, 3))
+        cases.append(c)
+        c = case(c.build, image(2, 8, 7, 3), unknown=[0, 1, 2])
+        c.inputs += [[image(1, 5, 4, 3)], [image(0, 9, 9, 3)]]
+        cases.append(c)
+    for dtype in ("int64", "uint8", "float16", "bfloat16"):
+        cases.append(case(lambda x: tf.image.extract_patches(x, [1, 4, 4, 1], [1, 4, 4, 1], [1, 1, 1, 1], "VALID"),
+                          np.abs(image(2, 8, 8, 3)).astype(tf.as_dtype(dtype).as_numpy_dtype)))
+    assert run_cases(cases).compared == sum(len(c.inputs) for c in cases)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_colours(dtype):
+    """Greys, black, equal channels, values below 0 and above 1, infinities (what NaN gives depends on TensorFlow's
+    device)."""
+    special = [[0, 0, 0], [1, 1, 1], [.5, .5, .2], [.2, .5, .5], [.5, .2, .5], [-1, -2, -3], [2, 0, -1],
+               [np.inf, 0, 0], [np.inf, np.inf, 1], [0, -np.inf, 1]]
+    x = np.concatenate([np.random.default_rng(0).uniform(0, 1, (60, 3)), special]).astype(dtype)
+    cases = [case(fn, x.reshape(*shape, 3), unknown=unknown) for fn in (tf.image.rgb_to_hsv, tf.image.hsv_to_rgb)
+             for shape, unknown in (((70,), True), ((1, 70), [0]), ((1, 70, 1), [1]))]
+    if dtype == "float32":
+        y = np.random.default_rng(1).uniform(0, 1, (2, 5, 4, 3)).astype(dtype)
+        for contrast in (0.0, 0.5, -1.0, 2.5):
+            cases += [case(lambda t, k=contrast: tf.raw_ops.AdjustContrastv2(images=t, contrast_factor=k), v,
+                           unknown=unknown) for v in (y, y[0]) for unknown in (False, range(v.ndim - 1))]
+    assert run_cases(cases).compared == len(cases)

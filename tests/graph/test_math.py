@@ -158,3 +158,11 @@ def test_python_comparison_of_unknown_dims(op):
     assert run_cases([runs, case(build, a, b[:, :1], unknown=[0])]).compared == 3
     differs = Case(build, [[a, b[:1]]], [[None, 4]] * 2)
     assert run_cases([differs], may_fall_back=True).fell_back == 1
+
+
+def test_vector_products():
+    rng, cases = np.random.default_rng(3), []
+    for dtype in ("float32", "float64", "float16", "int32", "uint8", "int64"):
+        x, y = (rng.integers(0, 100, (5, 3)).astype(dtype) for _ in range(2))
+        cases += [case(tf.linalg.cross, x, y, unknown=unknown) for unknown in (False, [0], True)]
+    assert run_cases(cases).compared == len(cases)

@@ -254,3 +254,14 @@ def test_labels_and_logits_of_dims_that_are_not_known_to_agree():
     x, labels = np.random.default_rng(7).normal(0, 1, (2, 3, 5)).astype(np.float32), np.zeros((2, 3), np.int32)
     run_cases([case(lambda a, b: list(raw.SparseSoftmaxCrossEntropyWithLogits(
         features=tf.reshape(a, [-1, 5]), labels=tf.reshape(b, [-1]))), x, labels, unknown=[0, 1])])
+
+
+def test_local_response_normalisation():
+    cases = []
+    for channels, radius, beta in itertools.product((1, 3, 12), (0, 1, 5), (0.5, 0.75, 1.0)):
+        x = np.random.default_rng(channels).normal(0, 3, (2, 3, 4, channels)).astype(np.float32)
+        cases += [case(lambda t, r=radius, e=beta: tf.nn.lrn(t, r, 1.5, 0.3, e), x, unknown=unknown)
+                  for unknown in (False, [0, 1, 2])]
+    x = x.astype(np.float16)
+    cases.append(case(lambda t: tf.nn.lrn(t, 2, 1.0, 0.1, 0.75), x, tolerance=2))
+    assert run_cases(cases).compared == len(cases)

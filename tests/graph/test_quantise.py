@@ -77,3 +77,26 @@ def test_a_range_the_wrong_way_round_is_an_error():
     ir, _ = imported(GraphView(graph.as_graph_def()), [out])
     with pytest.raises(IndexError):
         interp.run(ir, [np.ones(3, np.float32)])
+
+
+def test_gradients():
+    """Ranges around zero, beside it, and of nothing; values at their ends, and that are no numbers."""
+    cases = []
+    g = np.random.default_rng(9).uniform(0.1, 1, (40, 4)).astype(np.float32)  # sums that cancel have few digits
+    for (bits, narrow), (low, high) in itertools.product(BITS, [*RANGES, (1.0, 3.0), (-4.0, -2.0)]):
+        how = {"num_bits": bits, "narrow_range": narrow}
+        x = values(40, 4)
+        x[5, :2] = low, high
+        cases.append(case(lambda g, x, a=low, b=high, k=how: quant.fake_quant_with_min_max_args_gradient(
+            g, x, a, b, **k), g, x, unknown=[0], elementwise=True))
+        cases.append(case(lambda g, x, a, b, k=how: list(quant.fake_quant_with_min_max_vars_gradient(
+            g, x, a, b, **k)), g, x, np.float32(low), np.float32(high), unknown=[]))
+    cases.append(case(lambda g, x, a, b: list(quant.fake_quant_with_min_max_vars_gradient(g, x, a, b)), g,
+                      values(40, 4), np.float32(0), np.float32(0)))
+    lows, highs = (np.array([r[k] for r in [*RANGES[:3], (0.0, 0.0)]], np.float32) for k in (0, 1))
+    for shape in ((4,), (20, 4), (2, 3, 5, 4)):
+        g = np.random.default_rng(len(shape)).normal(0, 1, shape).astype(np.float32)
+        x = np.random.default_rng(8).normal(0, 4, shape).astype(np.float32)
+        cases.append(case(lambda g, x, a, b: list(quant.fake_quant_with_min_max_vars_per_channel_gradient(g, x, a, b)),
+                          g, x, lows, highs))
+    assert run_cases(cases).compared == len(cases)

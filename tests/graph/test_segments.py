@@ -182,10 +182,23 @@ def test_nan_is_the_largest():
     assert places.tolist() == [[1, 3, 4]] and np.isnan(values[0, :2]).all() and values[0, 2] == np.inf
 
 
+def test_the_largest_of_long_rows_and_as_many_as_there_are():
+    """One of any number of elements; some of many; a number that follows from a size."""
+    rng, cases = np.random.default_rng(4), []
+    for dtype, size in itertools.product(("float32", "int32", "uint8"), (1, 5, 3000)):
+        cases.append(case(lambda t: list(raw.TopKV2(input=t, k=1)), numbers(rng, dtype, (4, size)), unknown=True))
+    cases.append(case(lambda t: list(raw.TopKV2(input=t, k=1)), np.full((2, 3), np.iinfo(np.int32).min, np.int32)))
+    cases.append(case(lambda t: list(raw.TopKV2(input=t, k=7)), numbers(rng, "float32", (3, 1000)), unknown=[0]))
+    cases.append(case(lambda t, u: list(tf.math.top_k(t, tf.minimum(tf.shape(u)[0], 4))), numbers(rng, "int32", (3, 9)),
+                      np.zeros(3, np.float32), unknown=[0]))
+    assert run_cases(cases).compared == len(cases)
+
+
 def test_rows_of_unknown_or_great_length_stay_tensorflows():
-    for shape, unknown, reason in [((2, 513), [0], "more than 512 elements"), ((2, 5), True, "unknown")]:
+    for shape, unknown, reason in [((2, 2049), [0], "more than 2048 elements"), ((2, 5), True, "unknown"),
+                                   ((600, 1000), False, "many rows")]:
         with pytest.raises(ImportFailed, match=reason):
-            evaluated(lambda t: list(raw.TopKV2(input=t, k=1)), np.zeros(shape, np.float32), unknown=unknown)
+            evaluated(lambda t: list(raw.TopKV2(input=t, k=2)), np.zeros(shape, np.float32), unknown=unknown)
 
 
 @pytest.mark.parametrize("op", ["LowerBound", "UpperBound"])

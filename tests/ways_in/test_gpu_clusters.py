@@ -88,6 +88,27 @@ def test_sizes_of_what_lies_on_the_host_join():
     assert not [n for g in report.graphs for n in g.left]
 
 
+def test_what_tensorflow_can_only_do_on_a_cpu_joins():
+    """TensorFlow has no kernel of these for a GPU, so it puts them on the CPU; a program computes them where it is."""
+    def model(nearby: str):
+        x = v1.placeholder(tf.float32, [4, 6], name="x")
+        w = v1.placeholder(tf.int32, [6, 3], name="w")
+        with tf.device(nearby):
+            q = tf.cast(tf.round(x * 20.0), tf.int32)
+        with tf.device("/device:CPU:0"):
+            top, bottom = tf.split(tf.matmul(q, w), 2)
+            best = tf.argmax(bottom, 1)
+        with tf.device(nearby):
+            tf.tanh(tf.cast(top, tf.float32) + tf.cast(best, tf.float32)[:, None], name="y")
+
+    _, out, report = for_gpu(lambda: model("/device:GPU:0"))
+    (node,) = stitched(out)
+    assert devices.is_gpu(node.device) and len(node.input) == 2
+    assert not [n for g in report.graphs for n in g.left]
+    _, out, _ = for_gpu(lambda: model(""))
+    assert {"MatMul", "Split", "ArgMax"} <= {n.op for n in out.node}  # nothing near them is on a GPU
+
+
 def test_auto_is_the_host_without_a_gpu(monkeypatch):
     monkeypatch.setattr(devices, "gpu_target", lambda: None)
     assert devices.resolve(Options(), []).target == "host"

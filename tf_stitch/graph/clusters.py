@@ -176,7 +176,8 @@ def _describe(view: GraphView, n: NodeView, options: Options) -> NodeInfo:
     outputs = view.num_outputs(n.name)
     works = computes(n.op) and n.op not in view.library
     return NodeInfo(
-        n.name, n.op, n.inputs, n.control_inputs, n.device, outputs, why_not(view, n, options),
+        n.name, n.op, n.inputs, n.control_inputs, devices.home(view, n) if options.on_gpu else n.device, outputs,
+        why_not(view, n, options),
         small_const=lower.is_literal(view, n),
         small_integer=all(_is_small_integer(view, (n.name, p)) for p in range(outputs)),
         symbolic=n.op in lower.SYMBOLIC or n.op == "BroadcastGradientArgs",
@@ -199,7 +200,7 @@ def why_not(view: GraphView, n: NodeView, options: Options) -> str | None:
         return f"op {n.op} is taken on a GPU only"
     if devices.is_gpu(n.device) and not options.on_gpu:
         return f"it is placed on {n.device} and the target is the host"
-    if devices.is_cpu(n.device) and options.on_gpu and n.op not in SHAPE_OPS:  # these read no data
+    if options.on_gpu and n.op not in SHAPE_OPS and devices.is_cpu(devices.home(view, n)):  # shapes read no data
         return f"it is placed on {n.device} and the target is the GPU"
     if any(t.endswith("_ref") for t in n.outputs or ()):
         return "it hands out a reference"

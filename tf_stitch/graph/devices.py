@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import tensorflow as tf
+from tensorflow.python.framework import kernels
 
 from ..options import Options
+from .lower import REGISTRY
+from .view import GraphView, NodeView
 
 # Ops that read these inputs in host memory when they run on a GPU (negative: from the end).  What computes such small
 # integers must stay TensorFlow's: it runs them on the host.
@@ -35,6 +38,7 @@ HOST_INPUTS: dict[str, tuple[int, ...]] = {
 HOST_INTEGERS = ("int32",)  # TensorFlow keeps them on the host where it only routes them
 ROUTING = frozenset({"Enter", "Exit", "NextIteration", "Merge", "Switch", "While", "StatelessWhile", "If",
                      "StatelessIf", "PartitionedCall", "StatefulPartitionedCall"})
+FAR = 64  # nodes around one that are asked where they are
 
 
 def is_gpu(device: str) -> bool:
@@ -65,6 +69,42 @@ def resolve(options: Options, devices: Iterable[str]) -> Options:
     placed = list(devices)
     on_cpu = bool(placed) and any(map(is_cpu, placed)) and not any(map(is_gpu, placed))
     return replace(options, target="host" if target is None or on_cpu else target)
+
+
+def home(view: GraphView, n: NodeView) -> str:
+    """The device of a node; where TensorFlow has no kernel for a GPU, and so put it on a CPU, that of a GPU near it.
+
+    A program may compute it there: products and splits of int32, images of uint8, maxima of int64 ...
+    """
+    if not is_cpu(n.device) or has_gpu_kernel(n):
+        return n.device
+    seen, near = {n.name}, [n]
+    for node in near:
+        around = [*(src for src, _ in node.inputs), *(reader for reader, _, _ in view.consumers(node.name))]
+        for other in (view[name] for name in dict.fromkeys(around) if name not in seen):
+            if is_gpu(other.device):
+                return other.device
+            seen.add(other.name)
+            if len(near) < FAR and other.op in REGISTRY and is_cpu(other.device) and not has_gpu_kernel(other):
+                near.append(other)
+    return n.device
+
+
+def has_gpu_kernel(n: NodeView) -> bool:
+    """True where TensorFlow has a kernel of the op for a GPU and the node's types, or the node has no kernel at all."""
+    if n.proto is None or n.op in ("Placeholder", "Const"):
+        return True
+    wanted = {name: n.attr_proto(name) for limits in _gpu_kernels(n.op) for name in limits}
+    return any(all(value is None or not value.type or value.type in limits[name]
+                   for name, value in wanted.items() if name in limits) for limits in _gpu_kernels(n.op))
+
+
+@functools.cache
+def _gpu_kernels(op: str) -> tuple[dict[str, frozenset[int]], ...]:
+    """The element types that each of an op's kernels for a GPU takes, by the attr that names the type."""
+    found = kernels.get_registered_kernels_for_op(op).kernel
+    return tuple({c.name: frozenset(c.allowed_values.list.type) for c in k.constraint if c.allowed_values.list.type}
+                 for k in found if k.device_type == "GPU")
 
 
 def host_input(op: str, index: int, count: int) -> bool:

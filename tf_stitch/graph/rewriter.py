@@ -619,7 +619,7 @@ def _stitched_node(name: str, job: _Job, fallback: function_pb2.FunctionDef, edi
     node.attr["Tin"].list.SetInParent()
     node.attr["Tin"].list.type.extend(_types(view, c.inputs))
     node.attr["Tout"].list.type.extend(_types(view, c.outputs))
-    if options.on_gpu and (host := {*_host_values(job.program), *_host_integers(view, c)}):
+    if options.on_gpu and (host := {*_host_values(job.program), *_host_integers(edit, c)}):
         node.attr["_input_hostmem"].list.i.extend(sorted(host))
     if options.on_gpu and not options.autotune:
         node.attr["_autotune"].b = False
@@ -634,12 +634,13 @@ def _host_values(program: Program) -> list[int]:
     return sorted({s.param for s in program.symbols.values() if s.kind == "value"})
 
 
-def _host_integers(view: GraphView, c: Cluster) -> list[int]:
+def _host_integers(edit: _Edit, c: Cluster) -> list[int]:
     """Integer inputs that a CPU has (TensorFlow keeps int32 arguments there): the op copies them all at once, where
     TensorFlow would hand each of them over by a transfer that waits for its end.
     """
-    return [i for i, ref in enumerate(c.inputs)
-            if is_cpu(view[ref[0]].device) and DTYPES[view.dtype(ref)].is_integer]
+    view = edit.view
+    return [i for i, ref in enumerate(c.inputs) if ref not in edit.moved and is_cpu(view[ref[0]].device)
+            and DTYPES[view.dtype(ref)].is_integer]
 
 
 def _split_host_values(c: Cluster, program: Program) -> tuple[Cluster, Program]:

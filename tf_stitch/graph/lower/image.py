@@ -1,4 +1,4 @@
-"""Images: resizing, and its gradients."""
+"""Images: resizing and its gradients, crops, patches, colours."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ from ...ir.graph import Node
 from ..view import GraphView, NodeView
 from .array import sizes_of
 from .context import Context
+from .nn import padding_of
+from .reduction import mean_over
 from .registry import FLOAT, NUM, lower
 
 IMAGE_AXES = (1, 2)  # of [batch, height, width, channels]
@@ -58,8 +60,8 @@ def resize_nearest(c: Context, x: Node, size: np.ndarray) -> Node:
     for axis, count in zip(IMAGE_AXES, _wanted(c, x, size), strict=True):
         at = _places(c, x, axis, count, 0.0)
         whole = c.b.ew("floor", at)
-        if c.attr("align_corners", False):  # half away from zero; adding 1/2 first would round 0.49999997 up
-            whole = c.b.select(c.b.ew("ge", c.b.ew("sub", at, whole), 0.5), c.b.ew("add", whole, 1.0), whole)
+        if c.attr("align_corners", False):
+            whole = _half_up(c, at)
         x = c.b.gather(x, c.b.cast(whole, "int32"), axis, mode="clip")
     return x
 
@@ -90,6 +92,127 @@ def _neighbours(c: Context, x: Node, axis: int, at: Node) -> list[Node]:
 def _between(c: Context, x: Node, y: Node, at: Node, axis: int) -> Node:
     share = c.channel(c.b.ew("sub", at, c.b.ew("floor", at)), 4, axis)
     return c.b.ew("add", x, c.b.ew("mul", c.b.ew("sub", y, x), share))
+
+
+# --- crops and patches ------------------------------------------------------------------------------
+
+@lower("CropAndResize", values=(3,), kinds=NUM)
+def crop_and_resize(c: Context, x: Node, boxes: Node, of_image: Node, size: np.ndarray) -> Node:
+    """Boxes (top, left, bottom, right; 0 and 1 are the middles of the outer pixels) of images, at one size."""
+    b, (height, width) = c.b, _wanted(c, x, size)
+    n = b.same_dim(boxes.shape[0], of_image.shape[0], f"{c.node.name}: an image for every box")
+    ends = [b.reshape(b.slice(boxes, (0, k), (n, 1)), (n, 1)) for k in range(4)]
+    rows, columns = (_crop_places(c, ends[k], ends[k + 2], x.shape[1 + k], count, k)
+                     for k, count in enumerate((height, width)))
+    image = b.gather(b.iota((x.shape[0],), 0, "int64"), of_image)  # itself, or the error of what is out of range
+    pixels = b.reshape(x, (D.product(x.shape[:3]), x.shape[3]))
+
+    def at(row: str, column: str) -> Node:
+        y, z = (b.cast(b.ew(side, v), "int64") for side, v in ((row, rows), (column, columns)))
+        line = b.ew("add", b.ew("mul", b.reshape(image, (n, 1, 1)), c.dim_scalar(x.shape[1], "int64")), y)
+        place = b.ew("add", b.ew("mul", line, c.dim_scalar(x.shape[2], "int64")), z)
+        return b.cast(b.gather(pixels, place, mode="zero"), "float32")
+
+    inside = b.ew("bit_and", *(b.ew("bit_and", b.ew("ge", v, 0.0), b.ew("le", v, c.dim_scalar(d - 1, "float32")))
+                               for v, d in ((rows, x.shape[1]), (columns, x.shape[2]))))
+    if c.attr("method", "bilinear") == "nearest":
+        rows, columns = (_half_up(c, v) for v in (rows, columns))
+        found = at("floor", "floor")
+    else:
+        right, below = (c.expand(b.ew("sub", v, b.ew("floor", v)), [3]) for v in (columns, rows))
+        top, bottom = (_mixed(c, at(side, "floor"), at(side, "ceil"), right) for side in ("floor", "ceil"))
+        found = _mixed(c, top, bottom, below)
+    return b.select(c.expand(inside, [3]), found, float(c.attr("extrapolation_value", 0.0)))
+
+
+def _crop_places(c: Context, low: Node, high: Node, d: Dim, count: Dim, axis: int) -> Node:
+    """Where the pixels of boxes look along an axis of the image, in TensorFlow's order of roundings."""
+    b, last = c.b, c.dim_scalar(d - 1, "float32")
+    if D.is_static(count) and count == 1:
+        places = b.ew("mul", b.ew("mul", b.ew("add", low, high), 0.5), last)
+    else:
+        c.b.require("le", 2, count, f"{c.node.name}: crops of several pixels")
+        step = b.ew("div", b.ew("mul", b.ew("sub", high, low), last), c.dim_scalar(count - 1, "float32"))
+        steps = b.cast(b.iota((1, count), 1, "int32"), "float32")
+        places = b.ew("add", b.ew("mul", low, last), b.ew("mul", steps, step))
+    return c.expand(places, [2 - axis])
+
+
+def _half_up(c: Context, x: Node) -> Node:
+    """What is not negative, to the nearest number; adding 1/2 first would round 0.49999997 up."""
+    whole = c.b.ew("floor", x)
+    return c.b.select(c.b.ew("ge", c.b.ew("sub", x, whole), 0.5), c.b.ew("add", whole, 1.0), whole)
+
+
+def _mixed(c: Context, x: Node, y: Node, share: Node) -> Node:
+    return c.b.ew("add", x, c.b.ew("mul", c.b.ew("sub", y, x), share))
+
+
+@lower("ExtractImagePatches")
+def extract_patches(c: Context, x: Node) -> Node:
+    """The pixels under a window at each of its places, one behind the other."""
+    size, strides, rates = ([int(v) for v in c.attr(name)][1:3] for name in ("ksizes", "strides", "rates"))
+    spans = [(k - 1) * r + 1 for k, r in zip(size, rates, strict=True)]
+    padding = padding_of(c, x.shape[1:3], spans, strides)
+    x = c.b.pad(x, [0, *(low for low, _ in padding), 0], [0, *(high for _, high in padding), 0])
+    counts: list[Dim] = []
+    for axis, (k, s, r, span) in enumerate(zip(size, strides, rates, spans, strict=True)):
+        c.b.require("le", span, x.shape[1 + 2 * axis], f"{c.node.name}: a window fits into the image")
+        counts.append(D.floordiv(c.b.resolve(x.shape[1 + 2 * axis]) - span, s) + 1)
+        first, within = c.b.iota((counts[-1], 1), 0, "int32"), c.b.iota((1, k), 1, "int32")
+        places = c.b.ew("add", c.b.ew("mul", first, s), c.b.ew("mul", within, r))
+        x = c.b.gather(x, places, 1 + 2 * axis, mode="clip")
+    x = c.b.transpose(x, [0, 1, 3, 2, 4, 5])
+    return c.b.reshape(x, [x.shape[0], *counts, size[0] * size[1] * x.shape[5]])
+
+
+# --- colours ---------------------------------------------------------------------------------------
+
+def _split_colours(c: Context, x: Node) -> list[Node]:
+    """Three channels, each [..., 1]."""
+    c.b.same_dim(x.shape[-1], 3, f"{c.node.name}: three channels")
+    lead = list(x.shape[:-1])
+    return [c.b.slice(x, [0] * len(lead) + [k], [*lead, 1]) for k in range(3)]
+
+
+@lower("RGBToHSV", kinds=FLOAT)
+def rgb_to_hsv(c: Context, x: Node) -> Node:
+    b, (red, green, blue) = c.b, _split_colours(c, x)
+    value, least = (b.ew(kind, b.ew(kind, red, green), blue) for kind in ("max", "min"))
+    spread = b.ew("sub", value, least)
+    saturation = b.select(b.ew("gt", value, 0.0), b.ew("div", spread, value), b.const(0, x.dtype))
+    norm = b.ew("mul", b.ew("div", 1.0, spread), _share(c, x, 1))
+    from_red, from_green, from_blue = (b.ew("mul", norm, b.ew("sub", p, q))
+                                       for p, q in ((green, blue), (blue, red), (red, green)))
+    hue = b.select(b.ew("eq", green, value), b.ew("add", from_green, _share(c, x, 2)),
+                   b.ew("add", from_blue, _share(c, x, 4)))
+    hue = b.select(b.ew("eq", red, value), from_red, hue)
+    hue = b.select(b.ew("gt", spread, 0.0), hue, b.const(0, x.dtype))
+    return b.concat([b.select(b.ew("lt", hue, 0.0), b.ew("add", hue, 1.0), hue), saturation, value], x.rank - 1)
+
+
+def _share(c: Context, x: Node, sixths: int) -> Node:
+    """So many sixths, rounded as a division in the type of ``x`` is."""
+    return c.b.ew("div", c.b.const(sixths, x.dtype), c.b.const(6, x.dtype))
+
+
+@lower("HSVToRGB", kinds=FLOAT)
+def hsv_to_rgb(c: Context, x: Node) -> Node:
+    b, (hue, saturation, value) = c.b, _split_colours(c, x)
+    hue, grey = b.ew("mul", hue, 6.0), b.ew("sub", 1.0, saturation)
+    away = [b.ew("abs", b.ew("sub", hue, middle)) for middle in (3.0, 2.0, 4.0)]
+    shares = [b.ew("sub", away[0], 1.0), *(b.ew("sub", 2.0, d) for d in away[1:])]
+    shares = [b.ew("min", b.ew("max", s, 0.0), 1.0) for s in shares]
+    return b.concat([b.ew("mul", b.ew("add", grey, b.ew("mul", saturation, s)), value) for s in shares], x.rank - 1)
+
+
+@lower("AdjustContrastv2", kinds=FLOAT)
+def adjust_contrast(c: Context, x: Node, factor: Node) -> Node:
+    """The distance of each pixel from its channel's mean over the image, times a factor."""
+    wide = c.wide(x)
+    mean = mean_over(c, wide, (x.rank - 3, x.rank - 2), True)
+    factor = c.b.reshape(c.like(factor, wide.dtype), ())
+    return c.like(c.b.ew("add", c.b.ew("mul", c.b.ew("sub", wide, mean), factor), mean), x.dtype)
 
 
 # --- gradients -------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from functools import reduce
 
+import numpy as np
+
 from ...ir.dtypes import DTYPES
 from ...ir.graph import Node
 from ..view import GraphView, NodeView
@@ -144,6 +146,17 @@ def add_n(c: Context, *xs: Node) -> Node:
 @lower("ClipByValue", kinds=NUM)
 def clip_by_value(c: Context, x: Node, low: Node, high: Node) -> Node:
     return c.b.ew("max", c.b.ew("min", x, high), low)
+
+
+@lower("Cross", kinds=NUM)
+def cross(c: Context, x: Node, y: Node) -> Node:
+    """The vector product of rows of three."""
+    for v in (x, y):
+        c.b.same_dim(v.shape[-1], 3, f"{c.node.name}: vectors have three elements")
+    turned = [[c.b.gather(v, c.b.const(np.array(order, np.int32)), v.rank - 1, mode="clip")
+               for order in ((1, 2, 0), (2, 0, 1))] for v in (x, y)]
+    (a, p), (b, q) = turned
+    return c.b.ew("sub", c.b.ew("mul", a, q), c.b.ew("mul", p, b))
 
 
 # --- comparison and selection ----------------------------------------------------------------------

@@ -114,6 +114,19 @@ def sparse_softmax_cross_entropy(c: Context, logits: Node, labels: Node) -> list
     return [c.like(loss, dtype), c.like(backprop, dtype)]
 
 
+# --- normalisation by neighbours -------------------------------------------------------------------
+
+@lower("LRN", kinds=FLOAT, on_gpu=True)  # TensorFlow's on a CPU spreads NaN over all channels
+def local_response(c: Context, x: Node) -> Node:
+    """Each channel over a power of the squares of those around it."""
+    radius, wide = int(c.attr("depth_radius", 5)), c.wide(x)
+    rows = c.b.reshape(c.b.ew("mul", wide, wide), (D.product(x.shape[:-1]), x.shape[-1], 1))
+    around = c.b.reshape(c.b.window("sum", rows, [2 * radius + 1], [1], [(radius, radius)]), x.shape)
+    bias, alpha, beta = (float(c.attr(name, value)) for name, value in (("bias", 1), ("alpha", 1), ("beta", 0.5)))
+    scale = c.b.ew("add", c.b.ew("mul", around, alpha), bias)
+    return c.like(c.b.ew("mul", wide, c.b.ew("pow", scale, -beta)), x.dtype)
+
+
 # --- batch normalisation ---------------------------------------------------------------------------
 
 def _channels(c: Context, x: Node) -> tuple[int, list[int]]:

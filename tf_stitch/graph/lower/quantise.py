@@ -41,16 +41,43 @@ def _fake_quant(c: Context, x: Node, low: Node, high: Node, divides: bool) -> No
     TensorFlow's order of roundings; ``divides``: by the step, where its other kernels multiply by its inverse.
     """
     b = c.b
+    step, inverse, low, high = _nudged(c, low, high)
+    level_of_zero = b.ew("floor", b.ew("add", b.ew("mul", b.ew("neg", low), inverse), 0.5))
+    above = b.ew("sub", b.ew("max", b.ew("min", x, high), low), low)
+    levels = b.ew("div", above, step) if divides else b.ew("mul", above, inverse)
+    return b.ew("mul", b.ew("floor", b.ew("add", b.ew("sub", levels, level_of_zero), 0.5)), step)
+
+
+def _nudged(c: Context, low: Node, high: Node) -> tuple[Node, Node, Node, Node]:
+    """(size of a level, levels per unit, range moved so that zero is a level)."""
+    b = c.b
     first, last = float(bool(c.attr("narrow_range", False))), float(2 ** int(c.attr("num_bits", 8)) - 1)
     step = b.ew("div", b.ew("sub", high, low), last - first)
     inverse = b.ew("div", last - first, b.ew("sub", high, low))
     zero = b.ew("sub", first, b.ew("div", low, step))
     zero = b.ew("max", b.ew("min", _rounded(c, zero), last), first)
     low, high = (b.ew("mul", b.ew("sub", end, zero), step) for end in (first, last))
-    level_of_zero = b.ew("floor", b.ew("add", b.ew("mul", b.ew("neg", low), inverse), 0.5))
-    above = b.ew("sub", b.ew("max", b.ew("min", x, high), low), low)
-    levels = b.ew("div", above, step) if divides else b.ew("mul", above, inverse)
-    return b.ew("mul", b.ew("floor", b.ew("add", b.ew("sub", levels, level_of_zero), 0.5)), step)
+    return step, inverse, low, high
+
+
+@lower("FakeQuantWithMinMaxArgsGradient", kinds=FLOAT)
+def fake_quant_args_grad(c: Context, g: Node, x: Node) -> Node:
+    _, _, low, high = _nudged(c, *(c.b.const(float(c.attr(name)), x.dtype) for name in ("min", "max")))
+    inside = c.b.ew("bit_and", c.b.ew("ge", x, low), c.b.ew("le", x, high))
+    return c.b.ew("mul", g, c.b.cast(inside, g.dtype))
+
+
+@lower("FakeQuantWithMinMaxVarsGradient", "FakeQuantWithMinMaxVarsPerChannelGradient", kinds=FLOAT)
+def fake_quant_vars_grad(c: Context, g: Node, x: Node, low: Node, high: Node) -> list[Node]:
+    """What is inside the range hands its gradient on, what is outside gives it to that end of the range."""
+    b, rest = c.b, range(x.rank - low.rank)
+    _, _, first, last = _nudged(c, low, high)
+    empty = b.ew("bit_and", b.ew("eq", low, 0.0), b.ew("eq", high, 0.0))
+    inside = b.ew("bit_and", b.ew("ge", x, first), b.ew("le", x, last))
+    passed = b.select(empty, g, b.ew("mul", g, b.cast(inside, g.dtype)))
+    ends = [b.reduce("sum", b.ew("mul", g, b.cast(b.ew(side, x, end), g.dtype)), rest)
+            for side, end in (("lt", first), ("gt", last))]
+    return [passed, *(b.select(empty, b.const(0, g.dtype), end) for end in ends)]
 
 
 def _rounded(c: Context, x: Node) -> Node:

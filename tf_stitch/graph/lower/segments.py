@@ -23,7 +23,8 @@ from .registry import ALL, INT, NUM, lower
 
 LONGEST = 1 << 15  # indices: counting takes the square of it, 0.2 ms on an H200
 LARGEST = 1 << 20  # elements of a tensor of which some rows are changed
-WIDEST = 1 << 9  # elements of a row whose largest are wanted
+NARROW, WIDEST = 1 << 9, 1 << 11  # elements of a row whose largest are wanted: of any number of rows, at most
+ORDERED = 1 << 29  # pairs of elements of wider rows that are compared: 0.1 ms on an H200
 COMPARED = 1 << 22  # pairs of an element and a bin that are counted by comparing: some microseconds
 
 
@@ -177,10 +178,21 @@ def tensor_scatter_update(c: Context, x: Node, indices: Node, updates: Node) -> 
 # --- the largest elements --------------------------------------------------------------------------
 
 def _is_wide(view: GraphView, node: NodeView) -> str | None:
-    last = (view.shape(node.inputs[0]) or (None,))[-1]
-    if last is None:
+    shape = view.shape(node.inputs[0]) or (None,)
+    if _takes_one(view, node):
+        return None
+    if shape[-1] is None:
         return "the length of the rows is unknown"
-    return f"op {node.op} takes rows of more than {WIDEST} elements" if last > WIDEST else None
+    if shape[-1] > WIDEST:
+        return f"op {node.op} takes rows of more than {WIDEST} elements"
+    pairs = math.prod(d for d in shape if d is not None) * shape[-1]
+    return f"op {node.op} takes many rows of more than {NARROW} elements" if shape[-1] > NARROW and pairs > ORDERED \
+        else None
+
+
+def _takes_one(view: GraphView, node: NodeView) -> bool:
+    k = view.constant(node.inputs[1])
+    return k is not None and bool(np.all(k == 1))
 
 
 def descending(c: Context, x: Node) -> Node:
@@ -195,14 +207,19 @@ def descending(c: Context, x: Node) -> Node:
     return c.b.ew("bit_not", c.b.select(c.b.ew("is_nan", wide), largest, rising))
 
 
-@lower("TopKV2", statics=(1,), kinds=NUM, check=_is_wide, on_gpu=True)
+@lower("TopKV2", values=(1,), kinds=NUM, check=_is_wide, on_gpu=True)
 def top_k(c: Context, x: Node, k: np.ndarray) -> list[Node]:
     """Of equal elements the first comes first; NaN counts as larger than any number."""
-    (many,) = (int(i) for i in k.reshape(-1))
-    c.b.require("le", many, x.shape[-1], f"{c.node.name}: rows have as many elements as are wanted")
-    c.b.require("le", x.shape[-1], WIDEST, f"{c.node.name}: short rows")
-    order = c.b.order(descending(c, x))
-    found = c.b.slice(order, (0,) * x.rank, (*x.shape[:-1], many))
+    (many,) = sizes_of(c, k, (c.static_shape() or (None,))[-1:])
+    n = x.shape[-1]
+    c.b.require("le", many, n, f"{c.node.name}: rows have as many elements as are wanted")
+    if many == 1:
+        found = c.expand(c.b.arg_reduce("min", descending(c, x), x.rank - 1, "int32"), [x.rank - 1])
+    else:
+        if not (D.is_static(n) and n <= NARROW):
+            c.b.require("le", n, WIDEST, f"{c.node.name}: short rows")
+            c.b.require("le", x.size * n, ORDERED, f"{c.node.name}: few rows")
+        found = c.b.slice(c.b.order(descending(c, x)), (0,) * x.rank, (*x.shape[:-1], many))
     return [c.b.gather(x, found, x.rank - 1, x.rank - 1, "clip"), c.like(found, c.out_dtype(1))]
 
 
