@@ -1,4 +1,4 @@
-"""Ops that TensorFlow places on a CPU or gives kernels of its own, as programs on an NVIDIA GPU: TensorFlow's results."""
+"""Ops that TensorFlow may place on a CPU, as programs on an NVIDIA GPU: TensorFlow's results."""
 from __future__ import annotations
 
 import numpy as np
@@ -33,7 +33,8 @@ def images(x):
     patches = tf.image.extract_patches(image, [1, 2, 2, 1], [1, 1, 1, 1], [1, 2, 1, 1], "SAME")
     hsv = tf.image.rgb_to_hsv(tf.nn.sigmoid(image))
     return (tf.image.crop_and_resize(image, boxes, [1, 0], [3, 5]), patches, hsv, tf.image.hsv_to_rgb(hsv * 0.9),
-            tf.image.adjust_contrast(image, 1.7), tf.nn.lrn(image, 1, 1.0, 0.2, 0.75), tf.linalg.cross(x[:, :3], x[:, 3:6]))
+            tf.image.adjust_contrast(image, 1.7), tf.nn.lrn(image, 1, 1.0, 0.2, 0.75),
+            tf.linalg.cross(x[:, :3], x[:, 3:6]))
 
 
 def quantised(x):
