@@ -176,6 +176,19 @@ def turned_norm(batch=None, size=12, channels=8, dtype="float32") -> Graph:
     return b.finish([y, mean, variance, z, b.transpose(z, (0, 2, 3, 1))], "turned_norm")
 
 
+def channel_norm(batch=None, size=6, channels=8, dtype="float32") -> Graph:
+    """Statistics of few channels, as batch normalisation has them; their ends, and whether all of it is finite."""
+    b = Builder()
+    x = b.param((batch, size, size - 1, channels), dtype, "x")
+    each = (0, 1, 2)
+    mean = b.ew("mul", b.reduce("sum", x, each), 0.01)
+    d = b.ew("sub", x, b.broadcast_to(mean, x.shape))
+    spread = b.reduce("sum", b.ew("mul", d, d), each)
+    ends = [b.reduce(kind, b.ew("mul", d, 0.5), each) for kind in ("max", "min")]
+    finite = b.reduce("and", b.ew("is_finite", b.transpose(x, (3, 1, 2, 0))), (0, 1, 2, 3))
+    return b.finish([b.ew("mul", d, b.broadcast_to(spread, x.shape)), *ends, finite], "channel_norm")
+
+
 def graph_attention(nodes=None, edges=None, heads=2, depth=20) -> Graph:
     """Softmax over the edges that end at a node, and the sum of what they bring."""
     b = Builder()
@@ -202,7 +215,9 @@ def graph_attention(nodes=None, edges=None, heads=2, depth=20) -> Graph:
 MODELS = {"attention": attention, "half attention": lambda: attention(dtype="float16"),
           "masked attention": masked_attention, "half masked attention": lambda: masked_attention(dtype="bfloat16"),
           "decode step": decode_step, "half decode step": lambda: decode_step(dtype="float16"),
-          "recurrent": recurrent, "turned norm": turned_norm, "graph attention": graph_attention,
+          "recurrent": recurrent, "channel norm": channel_norm,
+          "half channel norm": lambda: channel_norm(dtype="float16"), "turned norm": turned_norm,
+          "graph attention": graph_attention,
           "masked softmax": chains.masked_softmax, "small attention": chains.small_attention,
           "norm, gelu, softmax": chains.norm_gelu_softmax, "norm backward": chains.norm_backward,
           "embedding": chains.embedding_sum_norm, "cross entropy": chains.cross_entropy}
@@ -216,6 +231,22 @@ def test_models(meaning):
             first, *others = graph.symbols
             sizes = {first: size} | dict.fromkeys(others, 5)
             agrees(graph, program, drawn(graph, sizes, zlib.crc32(name.encode()) + size), f"{name} {sizes}")
+
+
+@pytest.mark.parametrize("meaning", MEANINGS)
+def test_all_threads_fold_few_channels(meaning):
+    """However few there are: the groups of threads share what one would fold alone.  NaN stays in its channel."""
+    sizes = [(batch, n) for batch in (1, 20) for n in (1, 2, 3, 8, 20, 33)]
+    made = programs([channel_norm(batch, channels=n) for batch, n in sizes], meaning)
+    for (batch, n), program in zip(sizes, made, strict=True):
+        if n >= 8:
+            assert all(f"TS_GATHER({fold}, " in program.text for fold in ("SUM", "MAX", "MIN", "AND"))
+        graph = channel_norm(batch, channels=n)
+        (x,) = random_inputs(graph, batch)
+        agrees(graph, program, [x], f"{x.shape}")
+        x[batch // 2, 3, 1, -1] = np.nan
+        for w, g in zip(interp.run(graph, [x]), host.run(program, [x], EACH), strict=True):
+            np.testing.assert_array_equal(np.isnan(g), np.isnan(w))
 
 
 @pytest.mark.parametrize("meaning", MEANINGS)

@@ -100,6 +100,11 @@ class Fold:
         lines = [f"{acc} = TS_JOIN_{self.op.upper()}({acc}, {lanes});"]
         return [*lines, f"{acc}_nan = TS_JOIN_OR({acc}_nan, {lanes});"] if self.flagged else lines
 
+    def gather(self, acc: str, lanes: int, lane: bool = False) -> list[str]:
+        """Statements that join what the groups of a block have, lane by lane, for the first group."""
+        lines = [f"TS_GATHER({self.op.upper()}, {acc}, {lanes})"]
+        return [*lines, f"TS_GATHER(OR, {acc}_nan, {lanes})"] if self.flagged and not lane else lines
+
     def result(self, acc: str, lane: bool = False) -> str:
         """The folded value, of the compute type."""
         c = compute_type(self.dtype)

@@ -248,18 +248,22 @@ class Loops:
         """A loop over the rows of a batch, u being a row's place in it, and in each over the thread's run."""
         symbols = tuple(f"ts_i{d}" for d in rows)
         with self.scopes.block(f"TS_BATCH_EACH(u, {self.lanes}, {batch})", symbols):
-            rest: Dim = 1
-            for d in reversed(rows):
-                off, ext = self.box[d]
-                place = "ts_r" if isinstance(rest, int) and rest == 1 else f"ts_r / {self.e.factor(rest)}"
-                place = place if d == rows[0] else f"{place} % {self.e.factor(ext)}"
-                place = place if isinstance(off, int) and off == 0 else f"{self.e.factor(off)} + {place}"
-                self.scopes.line(f"const ts_idx {self._name(d)} = {place};")
-                rest = rest * ext
+            self._places(rows)
             off, ext = self.box[self.lane or 0]
             with self.scopes.block(f"TS_LANE_RUNS({self.e.factor(off)}, {self.e.factor(ext)}, {self.lanes}, {width})",
                                    ("ts_ts_i",)):
                 yield
+
+    def _places(self, dims: Sequence[int]) -> None:
+        """Declares the indices of some dims whose elements ts_r counts, the last one fastest."""
+        rest: Dim = 1
+        for d in reversed(dims):
+            off, ext = self.box[d]
+            place = "ts_r" if isinstance(rest, int) and rest == 1 else f"ts_r / {self.e.factor(rest)}"
+            place = place if d == dims[0] else f"{place} % {self.e.factor(ext)}"
+            place = place if isinstance(off, int) and off == 0 else f"{self.e.factor(off)} + {place}"
+            self.scopes.line(f"const ts_idx {self._name(d)} = {place};")
+            rest = rest * ext
 
     def _is_across(self) -> bool:
         """True for a stage on either side of a staged transpose."""
@@ -432,6 +436,9 @@ class Loops:
     def _fold_lanes(self, kept: list[int], outer: list[int]) -> None:
         """Scalar accumulators per row; lanes fold."""
         items = self._fold_items()
+        if outer and not kept and self.lane is not None and not self.e.kernel.target.is_host:
+            self._fold_all(items, sorted((*outer, self.lane)))
+            return
         with self.rows(kept, self.lanes):
             for _, fold, acc in items:
                 self._lines(fold.declare(acc))
@@ -444,6 +451,26 @@ class Loops:
             with self.scopes.block(f"TS_ONE({self.lanes})"):
                 for item, fold, acc in items:
                     self._store_fold(item, fold, fold.result(acc))
+
+    def _fold_all(self, items: Sequence[tuple[Item, Fold, str]], folded: list[int]) -> None:
+        """One result of several dims: the threads share out all of their elements."""
+        for _, fold, acc in items:
+            self._lines(fold.declare(acc))
+        with self._split(folded, 1):
+            self._take(items)
+        for _, fold, acc in items:
+            self._lines(fold.gather(acc, 1))
+        with self.rows([], 1):
+            for item, fold, acc in items:
+                self._store_fold(item, fold, fold.result(acc))
+
+    @contextmanager
+    def _split(self, folded: list[int], lanes: int) -> Iterator[None]:
+        """A loop over all elements of some dims, which groups of threads share."""
+        count = self.e.factor(D.product(self.box[d][1] for d in folded))
+        with self.scopes.block(f"TS_SPLIT(ts_r, 0, {count}, {lanes})", tuple(f"ts_i{d}" for d in folded)):
+            self._places(folded)
+            yield
 
     def _fold_pieces(self, items: Sequence[tuple[Item, Fold, str]], nested: bool) -> None:
         if self.lane is None:
@@ -513,22 +540,17 @@ class Loops:
     def _splits(self, rows: list[int], folded: list[int], items: Sequence[tuple[Item, Fold, str]]) -> bool:
         """True when groups of threads that have no row of their own should share the folding."""
         target = self.e.kernel.target
-        return (not target.is_host and not rows and bool(folded) and 2 * self.lanes <= target.threads
-                and self.lanes >= target.lanes // 2 and all(f.op == "sum" for _, f, _ in items))
+        return not target.is_host and not rows and bool(folded) and 2 * self.lanes <= target.threads
 
     def _fold_split(self, items: Sequence[tuple[Item, Fold, str]], folded: list[int]) -> None:
-        """Each group of threads folds every so many-th element; then the groups' sums are added."""
-        *outer, last = sorted(folded, key=lambda d: guess(self.box[d][1]))
+        """Each group of threads folds every so many-th element; then what the groups have is joined."""
         with self._strip() as (span, slot):
             for _, fold, acc in items:
                 self._lane_array(fold.type, acc, fold.start, span, slot)
-            with ExitStack() as stack:
-                for d in outer:
-                    stack.enter_context(self.serial(d))
-                stack.enter_context(self.serial(last, f"TS_SPLIT({self._range(last)}, {self.lanes})"))
+            with self._split(folded, self.lanes):
                 self._take_lanes(items, span, slot)
-            for _, _, acc in items:
-                self.scopes.line(f"TS_GATHER_SUM({acc}, {self.lanes})")
+            for _, fold, acc in items:
+                self._lines(fold.gather(f"{acc}[0]", self.lanes, lane=True))
             with self.scopes.block(f"TS_ROWS0({self.lanes})"), self.lane_loop("", span):
                 for item, fold, acc in items:
                     self._store_fold(item, fold, fold.result(f"{acc}[{slot}]", lane=True))
@@ -617,7 +639,7 @@ class Loops:
                 with self.serial(compared, header), self.lane_loop("", lanes, all_lanes=True):
                     self.scopes.line(fold.step_lane(f"{count}[{slot}]", self._precedes(item.node, sign)))
             if split:
-                self.scopes.line(f"TS_GATHER_SUM({count}, {self.lanes})")
+                self._lines(fold.gather(f"{count}[0]", self.lanes, lane=True))
             with self.rows([], self.lanes) if split else nullcontext(), self.lane_loop("", lanes):
                 self.scopes.line(self._put(item, fold.result(f"{count}[{slot}]", lane=True)))
 

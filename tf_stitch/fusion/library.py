@@ -13,7 +13,7 @@ from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.graph import Graph, Node
 from ..ir.structural import dot_free
-from . import convolutions
+from . import batches, convolutions
 from .call import DTYPES, TINY_WORK, LibraryCall, repeated_vector, through_views
 
 LIGHT_ELEMENTS = 1 << 15  # of one matrix that every block reads again and again: it should stay in the first cache
@@ -70,6 +70,7 @@ def prepare_calls(graph: Graph, target: Any) -> Graph:
     graph = convolutions.prepare(graph, products=target.superkernels)
     if not any(n.op == "dot" for n in graph.nodes()):
         return graph
+    graph = batches.join_sums(graph)
 
     def one(node: Node, inputs: tuple[Node, ...]) -> Node:
         fresh = node.with_inputs(inputs)

@@ -18,7 +18,7 @@ from ..ir.dtypes import DTYPES
 from ..ir.graph import Graph, Node, Shape
 from ..ir.ops import OPS
 
-SMALL_WORK = 1 << 16  # elements that one block reduces in less time than a second kernel takes
+SMALL_WORK = {True: 1 << 14, False: 1 << 16}  # elements that a GPU's block, a CPU's reduces while a kernel starts
 ROW = 1 << 13  # elements of a row that the threads of a GPU's block load at once
 PARTS = (16, 1024)  # how many partial results per result are worth having, if the axis can be cut so
 STRADDLED = 1 << 8  # elements on both sides of a kept axis that a block's threads should share
@@ -70,7 +70,7 @@ def is_serial(node: Node, target: Any) -> bool:
     if target.has_threads and _straddles(node) and _folded(node) >= STRADDLED:
         return True
     work, results = D.upper(node.inputs[0].size), node.size
-    if not isinstance(results, int) or (isinstance(work, int) and work < SMALL_WORK):
+    if not isinstance(results, int) or (isinstance(work, int) and work < SMALL_WORK[target.has_threads]):
         return False
     last_kept = node.inputs[0].rank - 1 not in node.attrs["axes"]
     if not last_kept and target.row_registers and _folded(node) <= ROW:

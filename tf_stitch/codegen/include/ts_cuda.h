@@ -113,10 +113,10 @@ struct ts_keeper {
 #define TS_UNROLL_(n) _Pragma(#n)
 #define TS_SEVERAL TS_UNROLL_(unroll 4)
 #define TS_SERIAL(i, off, ext) TS_UNROLL_(unroll 4) for (ts_idx i = (off); i < (off) + (ext); ++i)
-// One row: the groups of threads share a loop, and TS_GATHER_SUM adds up what their lanes have in a[0].
+// One row: the groups of threads share a loop, and TS_GATHER joins what their lanes have by an operation.
 #define TS_SPLIT(i, off, ext, L) \
   TS_UNROLL_(unroll 8) for (ts_idx i = (off) + TS_GROUP_(L); i < (off) + (ext); i += TS_GROUPS_(L))
-#define TS_GATHER_SUM(a, L) a[0] = ts_gather_sum<L>(a[0]);
+#define TS_GATHER(op, a, L) TS_GATHER_##op(a, L)
 #define TS_STEPS(t, off, ext, step) for (ts_idx t = (off); t < (off) + (ext); t += (step))
 #define TS_LANES(i, off, ext, L) TS_UNROLL_(unroll 4) for (ts_idx i = (off) + TS_LANE_(L); i < (off) + (ext); i += (L))
 // Four neighbours for every lane, where the extent is a multiple of 4 L: the compiler makes one wide access of them.
@@ -206,16 +206,19 @@ __device__ __forceinline__ T ts_join(T x, F f) {
   }
   return x;
 }
-// The sum over all groups of L threads of the block, lane by lane, for the first group.  All threads come here.
-template <int L, class T>
-__device__ __forceinline__ T ts_gather_sum(T x) {
-  __shared__ T parts[TS_THREADS];
+// Folds a value over all groups of L threads of the block, lane by lane, for the first group.  All threads come here.
+template <int L, class T, class F>
+__device__ __forceinline__ T ts_gather(T x, F f) {
+  constexpr int W = L < 32 ? 32 : L;  // groups of a warp have joined when the others do
+#pragma unroll
+  for (int d = L; d < W; d *= 2) x = f(x, __shfl_xor_sync(0xffffffffu, x, d));
+  __shared__ T parts[TS_THREADS / W * L];
   __syncthreads();
-  parts[threadIdx.x] = x;
+  if (threadIdx.x % W < L) parts[threadIdx.x / W * L + threadIdx.x % W] = x;
   __syncthreads();
   if (threadIdx.x < L) {
 #pragma unroll
-    for (int k = L; k < TS_THREADS; k += L) x += parts[threadIdx.x + k];
+    for (int k = L; k < TS_THREADS / W * L; k += L) x = f(x, parts[threadIdx.x + k]);
   }
   return x;
 }
@@ -394,6 +397,13 @@ template <class T> struct ts_or_op { __device__ T operator()(T a, T b) const { r
 #define TS_JOIN_MIN(x, L) TS_JOIN_(x, L, ts_min_op)
 #define TS_JOIN_AND(x, L) TS_JOIN_(x, L, ts_and_op)
 #define TS_JOIN_OR(x, L) TS_JOIN_(x, L, ts_or_op)
+#define TS_GATHER_(a, L, op) a = ts_gather<L>(a, op<decltype(+a)>());
+#define TS_GATHER_SUM(a, L) TS_GATHER_(a, L, ts_add_op)
+#define TS_GATHER_PROD(a, L) TS_GATHER_(a, L, ts_mul_op)
+#define TS_GATHER_MAX(a, L) TS_GATHER_(a, L, ts_max_op)
+#define TS_GATHER_MIN(a, L) TS_GATHER_(a, L, ts_min_op)
+#define TS_GATHER_AND(a, L) TS_GATHER_(a, L, ts_and_op)
+#define TS_GATHER_OR(a, L) TS_GATHER_(a, L, ts_or_op)
 
 #include "ts_index.h"
 

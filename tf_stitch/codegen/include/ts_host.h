@@ -106,7 +106,7 @@ struct ts_problem {
 #define TS_READ_KEPT(N, stride, dst, src) ts_read<N, stride>(dst, src);
 #define TS_RECALL(a)
 #define TS_KEEP(a)
-#define TS_GATHER_SUM(a, L)
+#define TS_GATHER(op, a, L)
 #define TS_BARRIER
 #define TS_JOIN_SUM(x, L) (x)
 #define TS_JOIN_PROD(x, L) (x)
