@@ -19,6 +19,7 @@ import numpy as np
 from .errors import OptionError, SavedModelError, VerifyError
 from .options import Options
 from .report import Report
+from .restored import restore_what_is_read
 
 Progress = Callable[[int, int, str], None]
 Inputs = Mapping[str, Any]
@@ -65,6 +66,8 @@ def rewrite_saved_model(src: str | os.PathLike[str], dst: str | os.PathLike[str]
     model = read(source)
     _check_goal(source, goal, overwrite)
     samples = load_inputs(inputs)
+    for meta in model.meta_graphs:
+        restore_what_is_read(meta)
     report = rewrite_model(model, options, progress)
     with _written(model, source, goal, overwrite) as folder:
         if verify:

@@ -382,6 +382,29 @@ def test_keras_model(session):
     np.testing.assert_allclose(answer, model(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("stitch", [True, False])
+@pytest.mark.parametrize("inside", [True, False], ids=["part of a module", "the model"])
+def test_a_keras_model_that_tensorflow_saved(session, tmp_path, inside, stitch):
+    # tf.saved_model.save gives each of its variables two handles: functions read one, the checkpoint fills the other.
+    image = tf.keras.Input((4,), name="x")
+    model = tf.keras.Model(image, tf.keras.layers.Dense(3, "tanh")(tf.keras.layers.LayerNormalization()(image)))
+    function = tf.function(model, input_signature=[tf.TensorSpec([None, 4], name="x")])
+    module = tf.Module()
+    module.model = module.same = model
+    tf.saved_model.save(module if inside else model, os.fspath(tmp_path / "m"), function.get_concrete_function())
+    session.add("k", tmp_path / "m", stitch=stitch)
+    x = rows(2)[:, :4]
+    expected = model(x).numpy()
+    (answer,) = session.run("k", x).values()
+    np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-6)
+    tf_stitch.rewrite_saved_model(tmp_path / "m", tmp_path / "s", options=NATIVE)
+    with tf.Graph().as_default(), tf.compat.v1.Session() as plain:  # as TensorFlow Serving loads it
+        loaded = tf.compat.v1.saved_model.load(plain, ["serve"], os.fspath(tmp_path / "s"))
+        signature = loaded.signature_def["serving_default"]
+        (given,), (fetched,) = signature.inputs.values(), signature.outputs.values()
+        np.testing.assert_allclose(plain.run(fetched.name, {given.name: x}), expected, rtol=1e-5, atol=1e-6)
+
+
 # --- warm-up ----------------------------------------------------------------------------------------
 
 def test_recorded_warmup_requests(session, tmp_path):

@@ -17,6 +17,7 @@ from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from ..errors import OptionError, SavedModelError
+from ..restored import restore_what_is_read
 from ..saved_model import INIT_SIGNATURE, _first_line, read, stitched_nodes
 from . import garbage
 from .graphs import place, shorten
@@ -270,6 +271,7 @@ class ServedModel:
             raise SavedModelError(f"'{folder}' holds no graph for serving (tag 'serve').") from None
         if device:
             place(meta.graph_def, device)
+        restore_what_is_read(meta)
         shorten(meta)
         with self.graph.as_default():
             saver, _ = loader.load_graph(self.graph, TAGS)
