@@ -14,6 +14,7 @@
 
 #include "absl/container/inlined_vector.h"
 #include "absl/synchronization/notification.h"
+#include "moves.h"
 #include "op_fallback.h"
 #include "runtime_host.h"
 #include "tensorflow/c/eager/tfe_context_internal.h"
@@ -115,12 +116,6 @@ class Variables {
  private:
   absl::InlinedVector<Var*, 4> locked_;
 };
-
-AllocatorAttributes On(tensorflow::MemoryType memory) {
-  AllocatorAttributes attributes;
-  attributes.set_on_host(memory == tensorflow::HOST_MEMORY);
-  return attributes;
-}
 
 // A kernel, where its inputs come from and in which memory they lie.
 struct Step {

@@ -1,5 +1,6 @@
 #include "inner_kernel.h"
 
+#include "moves.h"
 #include "tensorflow/core/framework/device.h"
 #include "tensorflow/core/framework/op.h"
 
@@ -10,16 +11,6 @@ using tensorflow::Device;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-
-namespace {
-
-AllocatorAttributes On(tensorflow::MemoryType memory) {
-  AllocatorAttributes attributes;
-  attributes.set_on_host(memory == tensorflow::HOST_MEMORY);
-  return attributes;
-}
-
-}  // namespace
 
 absl::Status InnerKernel::Make(OpKernelContext* ctx, const tensorflow::NodeDef& node, int graph_def_version,
                                std::unique_ptr<InnerKernel>* out) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "counters.h"
+#include "moves.h"
 #include "tensorflow/core/common_runtime/device_mgr.h"
 #include "tensorflow/core/framework/device.h"
 #include "tensorflow/core/framework/memory_types.h"
@@ -18,22 +19,6 @@ using tensorflow::FunctionLibraryRuntime;
 using tensorflow::MemoryType;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-
-// `from` lies in memory of one type; sets `to` to it or to a copy in memory of the other.
-absl::Status Move(OpKernelContext* ctx, const Tensor& from, MemoryType has, MemoryType wants, Tensor* to) {
-  if (has == wants || from.NumElements() == 0) {
-    *to = from;
-    return absl::OkStatus();
-  }
-  tensorflow::AllocatorAttributes attributes;
-  attributes.set_on_host(wants == tensorflow::HOST_MEMORY);
-  attributes.set_gpu_compatible(true);
-  TF_RETURN_IF_ERROR(ctx->allocate_temp(from.dtype(), from.shape(), to, attributes));
-  auto* device = static_cast<Device*>(ctx->device());
-  tensorflow::DeviceContext* copier = ctx->op_device_context();
-  return wants == tensorflow::HOST_MEMORY ? copier->CopyDeviceTensorToCPUSync(&from, "", device, to)
-                                          : copier->CopyCPUTensorToDeviceSync(&from, device, to);
-}
 
 absl::Status SetOutputs(OpKernelContext* ctx, const std::vector<Tensor>& results, bool on_gpu) {
   bool fits = static_cast<int>(results.size()) == ctx->num_outputs();

@@ -1,7 +1,7 @@
 """Loops that take a known number of turns, written out: their turns become nodes one after another.
 
 A loop is a While node with functions for its condition and body, or, where Grappler comes, what TensorFlow makes of
-one: Enter, Merge, Switch, NextIteration and Exit nodes in a frame.  Both are read as a :class:`_Loop`.  Its turns are
+one: Enter, Merge, Switch, NextIteration and Exit nodes in a frame.  Both are read as a :class:`Loop`.  Its turns are
 followed with the integers and truth values that are known (counters, sizes, bounds): as long as the condition is known
 to hold, the body is copied once more, with the loop's variables in place of what it reads.  What is the same in all
 turns is there once.  A loop stays as it was where its condition is ever not known, where a turn has effects, in another
@@ -70,7 +70,7 @@ def written_out(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: Gra
     """
     keep, edit = set(keep), Edit(source, view)
     writer = _Writer(edit, most_nodes)
-    for loop in _loops(view):
+    for loop in loops_of(view):
         if keep.isdisjoint(loop.inside):
             writer.write_out(loop)
     return edit.graph() if edit.waits else source
@@ -85,7 +85,7 @@ def counted(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphVi
     the smaller bound instead; where both bounds are equal, the counter that is ahead.
     """
     edit = Edit(source, view)
-    for loop in _loops(view):
+    for loop in loops_of(view):
         if loop.tests is view:
             _compare_one(edit, loop, view)
     return edit.graph() if edit.instead else source
@@ -127,7 +127,7 @@ def _counted_function(view: GraphView, n: NodeView) -> function_pb2.FunctionDef 
     return out
 
 
-def _compare_one(edit: Edit, loop: _Loop, outside: GraphView) -> None:
+def _compare_one(edit: Edit, loop: Loop, outside: GraphView) -> None:
     """Puts one comparison in the place of two."""
     both = loop.tests[_plain(loop.tests, loop, loop.test)[0]]
     tests = [loop.tests[ref[0]] for ref in both.inputs] if both.op == "LogicalAnd" else []
@@ -137,7 +137,7 @@ def _compare_one(edit: Edit, loop: _Loop, outside: GraphView) -> None:
             edit.instead[loop.test] = test
 
 
-def _counter(loop: _Loop, outside: GraphView, variable: Ref | None) -> tuple[int, int] | None:
+def _counter(loop: Loop, outside: GraphView, variable: Ref | None) -> tuple[int, int] | None:
     """Where a variable of a loop begins and what each turn adds to it; None where that is not known."""
     if variable not in loop.next:
         return None
@@ -152,7 +152,7 @@ def _counter(loop: _Loop, outside: GraphView, variable: Ref | None) -> tuple[int
     return None
 
 
-def _plain(view: GraphView, loop: _Loop, ref: Ref) -> Ref:
+def _plain(view: GraphView, loop: Loop, ref: Ref) -> Ref:
     """The value of a turn or a condition that another one is a name of."""
     while True:
         if ref in loop.same:
@@ -163,7 +163,7 @@ def _plain(view: GraphView, loop: _Loop, ref: Ref) -> Ref:
             return ref
 
 
-def _one_test(edit: Edit, loop: _Loop, outside: GraphView, first: NodeView, second: NodeView) -> Ref | None:
+def _one_test(edit: Edit, loop: Loop, outside: GraphView, first: NodeView, second: NodeView) -> Ref | None:
     """A comparison that holds where two do; None where none is known."""
     a, b = (_counter(loop, outside, loop.test_args.get(t.inputs[0])) for t in (first, second))
     if a is None or b is None:
@@ -179,7 +179,7 @@ def _one_test(edit: Edit, loop: _Loop, outside: GraphView, first: NodeView, seco
     return edit.add(test, f"{first.name}/one", ["bool"], [first.inputs[0], bound], first.control_inputs), 0
 
 
-def _bound(loop: _Loop, ref: Ref) -> tuple[str, Ref]:
+def _bound(loop: Loop, ref: Ref) -> tuple[str, Ref]:
     """What a turn compares with: the value outside, where no turn changes it."""
     variable = loop.test_args.get(ref)
     if variable is not None and (variable not in loop.next
@@ -191,7 +191,7 @@ def _bound(loop: _Loop, ref: Ref) -> tuple[str, Ref]:
 # --- reading loops -----------------------------------------------------------------------------------
 
 @dataclass
-class _Loop:
+class Loop:
     """The parts of a loop.
 
     Attributes:
@@ -225,8 +225,9 @@ class _Loop:
         return any(n.op in BRANCHES for n in self.body)
 
 
-def _loops(view: GraphView) -> Iterator[_Loop]:
-    """The loops that are in no other loop and no branch, those first whose results others may read."""
+def loops_of(view: GraphView, *, in_branches: bool = False) -> Iterator[Loop]:
+    """The loops that are in no other loop and, without ``in_branches``, in no branch, those first whose results others
+    may read."""
     if not any(n.op in WHILES or n.op in ENTER for n in view):
         return
     found = contexts_of(view)
@@ -241,19 +242,20 @@ def _loops(view: GraphView) -> Iterator[_Loop]:
             loop = _of_functions(view, n)
         elif n.op in ENTER and len(found[n.name].frame) == 1:  # the frame's first node
             nodes = frames.pop(found[n.name].frame[0], [])
-            loop = _of_frame(view, nodes, found) if nodes else None
+            alive = any(found[m.name].alive for m in nodes if m.op in ENTER)
+            loop = _of_frame(view, nodes, found) if nodes and (in_branches or not alive) else None
         if loop is not None:
             yield loop
 
 
-def _of_frame(view: GraphView, nodes: Sequence[NodeView], found: Mapping[str, Context]) -> _Loop | None:
+def _of_frame(view: GraphView, nodes: Sequence[NodeView], found: Mapping[str, Context]) -> Loop | None:
     """The loop of a frame and its exits; None where it is not what TensorFlow makes of a While, or holds another."""
     enters = {n.name: n for n in nodes if n.op in ENTER}
     heads = {n.name: n for n in nodes if is_loop_merge(view, n)}
     conds = [n for n in nodes if n.op == "LoopCond"]
     exits = [n for n in nodes if n.op in EXIT]
-    if len(conds) != 1 or any(n.op.startswith("Ref") or len(found[n.name].frame) != (n.op not in EXIT) for n in nodes) \
-            or any(found[name].alive for name in enters):
+    if len(conds) != 1 or any(
+            n.op.startswith("Ref") or len(found[n.name].frame) != (n.op not in EXIT) for n in nodes):
         return None
     switches = {n.name: n for n in nodes if n.op == "Switch" and n.inputs[1] == (conds[0].name, 0)}
     initial = {(name, 0): n.inputs[0] for name, n in enters.items()}
@@ -268,7 +270,7 @@ def _of_frame(view: GraphView, nodes: Sequence[NodeView], found: Mapping[str, Co
             n.inputs[0][0] not in switches or n.inputs[0][1] for n in exits):
         return None
     own = {*enters, *heads, *switches, conds[0].name, *(n.name for n in exits)}
-    return _Loop(
+    return Loop(
         conds[0].name.rpartition("/")[0] or "loop", {n.name for n in nodes}, initial, nexts,
         {(name, 1): n.inputs[0] for name, n in switches.items()}, view, conds[0].inputs[0], {r: r for r in initial},
         view, [n for n in nodes if n.op not in NEXT and n.name not in own],
@@ -276,14 +278,14 @@ def _of_frame(view: GraphView, nodes: Sequence[NodeView], found: Mapping[str, Co
         tuple(dict.fromkeys(c for n in enters.values() for c in n.control_inputs)))
 
 
-def _of_functions(view: GraphView, n: NodeView) -> _Loop | None:
+def _of_functions(view: GraphView, n: NodeView) -> Loop | None:
     """The loop of a While node; None where its functions are not known or their types are not fixed."""
     found = [view.library.get(f.name) if isinstance(f, FuncRef) else None for f in (n.attr("cond"), n.attr("body"))]
     if any(f is None or f.signature.attr for f in found):
         return None
     tests, turns = (GraphView(f, view.library.values(), calls=view.calls) for f in found)
     args = [(name, 0) for name in turns.args]
-    return _Loop(
+    return Loop(
         n.name, {n.name}, dict(zip(args, n.inputs, strict=True)), dict(zip(args, turns.rets, strict=True)), {},
         tests, tests.rets[0], dict(zip([(name, 0) for name in tests.args], args, strict=True)),
         turns, [m for m in turns if m.op not in ARG_OPS], {(n.name, k): ref for k, ref in enumerate(args)},
@@ -357,7 +359,7 @@ class _Writer:
         self.edit, self.room = edit, most_nodes
         self.left: dict[Ref, Value] = {}  # what loops that are gone gave
 
-    def write_out(self, loop: _Loop) -> None:
+    def write_out(self, loop: Loop) -> None:
         """Puts the turns of a loop in its place, or changes nothing where it has to stay."""
         mark = self.edit.mark()
         try:
@@ -371,7 +373,7 @@ class _Writer:
             self.left[ref] = value = self._left(loop, last[variable], turns.reads)
             self.edit.instead[ref] = self._ref(value)
 
-    def _turns(self, loop: _Loop) -> tuple[_Turns, dict[Ref, Value]]:
+    def _turns(self, loop: Loop) -> tuple[_Turns, dict[Ref, Value]]:
         """All turns of a loop, and what its variables are after them."""
         if not all(map(_may_be_copied, loop.body)):
             raise _Stays
@@ -395,13 +397,13 @@ class _Writer:
         known: dict[Ref, Value] = {}
         return ref if _value(view, known, ref) is None else known[ref]
 
-    def _goes_on(self, loop: _Loop, now: Mapping[Ref, Value]) -> bool:
+    def _goes_on(self, loop: Loop, now: Mapping[Ref, Value]) -> bool:
         holds = _value(loop.tests, {inner: now[outer] for inner, outer in loop.test_args.items()}, loop.test)
         if holds is None or holds.shape or holds.dtype != bool:
             raise _Stays
         return bool(holds)
 
-    def _turn(self, loop: _Loop, turns: _Turns, now: Mapping[Ref, Value]) -> dict[Ref, Value]:
+    def _turn(self, loop: Loop, turns: _Turns, now: Mapping[Ref, Value]) -> dict[Ref, Value]:
         """Adds one turn; returns what each value of the body is in it."""
         env = {**now, **{name: now[ref] for name, ref in loop.same.items()}}
         here: dict[str, str] = {}
@@ -418,7 +420,7 @@ class _Writer:
                 env.update(((n.name, port), (name, port)) for port in range(len(n.outputs or ())))
         return env
 
-    def _copy(self, loop: _Loop, turns: _Turns, n: NodeView, inputs: Sequence[Value], controls: Sequence[str]) -> str:
+    def _copy(self, loop: Loop, turns: _Turns, n: NodeView, inputs: Sequence[Value], controls: Sequence[str]) -> str:
         """The name of a node's copy in a turn; that of the turn before where it would be the same."""
         made_of = (*inputs, *controls)
         if n.name in turns.last and turns.last[n.name][0] == made_of:
@@ -436,7 +438,7 @@ class _Writer:
             turns.reads.append(name)
         return name
 
-    def _left(self, loop: _Loop, value: Value, reads: Sequence[str]) -> Value:
+    def _left(self, loop: Loop, value: Value, reads: Sequence[str]) -> Value:
         """What is read for a loop's result; who reads it may rely on all turns having read their variables."""
         if isinstance(value, _Known) or not reads:
             return value

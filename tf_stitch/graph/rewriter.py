@@ -25,7 +25,7 @@ from ..program import serialize
 from ..program.program import AliasStep, Program
 from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
-from . import branches, clusters, conditionals, feeds, inline, lists, loops, lower, optimizers, updates
+from . import branches, clusters, conditionals, feeds, inline, lists, loops, lower, optimizers, updates, whiles
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
 from .edits import asserts_aside, with_known_shapes, without_dead, without_relays
@@ -105,6 +105,9 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
             if fallback.signature.name not in functions_out:
                 out.library.function.append(fallback)
                 functions_out[fallback.signature.name] = out.library.function[-1]
+    if any(place.jobs for place in places):
+        ends = _ends(GraphView(graph_def)) if keep_ends else frozenset()
+        out = whiles.as_ops(out, {*options.keep, *run, *ends}, only_stitched=only is not None)
     reports = [p.report() for p in places if p.why_untouched != _IS_FALLBACK]
     return out, Report(reports, seconds=time.perf_counter() - start, failures=failures)
 

@@ -1,0 +1,151 @@
+"""Loops whose number of turns is not known, as one op each: its kernel runs the turns, node after node.
+
+TensorFlow's executor has a Merge, a Switch and a NextIteration for each variable of a loop in every turn, besides the
+nodes that compute something, and a node takes it longer than a small kernel.  Once a graph is rewritten, the condition
+and the body of a loop that stayed (:mod:`.loops`) become functions of its variables, and a StitchedWhile node
+(custom_ops/while_op.cc) takes its place.  The nodes are those that were there, programs among them.
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
+
+from .control import CONTROL_FLOW, ENTER
+from .devices import is_cpu, is_gpu
+from .edits import Edit
+from .loops import BRANCHES, READS, Loop, loops_of
+from .view import FuncRef, GraphView, NodeView, Ref, may_have_effects, op_def
+
+OPS = {False: "StatelessStitchedWhile", True: "StitchedWhile"}  # by whether a turn sees effects of others
+PROGRAM = "StitchedProgram"
+TURN_PREFIX = "tf_stitch_turn_"
+# Have a state of their own, whose order in a turn means nothing.
+RANDOM = frozenset({"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomGamma",
+                    "RandomPoissonV2", "Multinomial", "RandomShuffle"})
+HOST_TYPES = frozenset({"int32", "string", "resource"})  # TensorFlow keeps loops' variables of these on the host
+
+
+def as_ops(source: graph_pb2.GraphDef, keep: Iterable[str], *, only_stitched: bool = False) -> graph_pb2.GraphDef:
+    """The same graph, or a copy in which loops are StitchedWhile nodes.
+
+    Args:
+      source: a graph whose nodes are placed on devices.
+      keep: names of nodes that must still be there.
+      only_stitched: change only loops that hold a program.
+
+    A loop stays where it holds another one, a branch, a call or an effect, where its nodes are on several devices,
+    and, on a CPU, where no turn needs another one's result: TensorFlow runs several of those at once.
+    """
+    if not any(n.op in ENTER for n in source.node):
+        return source
+    keep, view = set(keep), GraphView(source, source.library)
+    edit = Edit(source, view)
+    made: dict[str, function_pb2.FunctionDef] = {}
+    for loop in loops_of(view, in_branches=True):
+        wanted = not only_stitched or any(n.op == PROGRAM for n in loop.body)
+        if wanted and loop.turns is view and keep.isdisjoint(loop.inside) and _can_be_op(loop):
+            _put(edit, loop, made)
+    if not edit.waits:
+        return source
+    out = edit.graph()
+    known = {f.signature.name for f in out.library.function}
+    out.library.function.extend(f for name, f in made.items() if name not in known)
+    return out
+
+
+def _can_be_op(loop: Loop) -> bool:
+    view = loop.turns
+    devices = {n.device for n in loop.body}
+    if len(devices) != 1 or not all(map(_can_be_run, loop.body)):
+        return False
+    device = devices.pop()
+    if not is_cpu(device) and not is_gpu(device):  # whether there are kernels is not known
+        return False
+    enters = [(n.name, 0) for n in view if n.op in ENTER and n.name in loop.inside]
+    if any(not view[name].attr("is_constant") and any(view[r].op != "Merge" for r in view.readers(name))
+           for name, _ in enters):
+        return False
+    return is_gpu(device) or any(_carries(view, loop, v) for v in loop.next)
+
+
+def _can_be_run(n: NodeView) -> bool:
+    """Whether a node is one kernel, without effects, that the device it is placed on has."""
+    if n.op == PROGRAM or n.op in READS or n.op in RANDOM or n.op == "NoOp":
+        return True
+    if n.op in CONTROL_FLOW or n.op in BRANCHES or may_have_effects(n.op) or n.outputs is None:
+        return False
+    signature = op_def(n.op)
+    assert signature is not None
+    return not any(isinstance(n.attr(a.name), FuncRef) for a in signature.attr if a.type == "func") and not any(
+        a.is_ref for a in (*signature.input_arg, *signature.output_arg))
+
+
+def _carries(view: GraphView, loop: Loop, variable: Ref) -> bool:
+    """Whether a turn needs what the one before made of a variable: all but counters, lists and what never changes."""
+    dtype = view.dtype(loop.initial[variable])
+    counts = tf.as_dtype(dtype).is_integer and view.proven_shape(loop.initial[variable]) == ()
+    return dtype != "variant" and not counts and loop.next[variable] not in (variable, *(
+        name for name, of in loop.same.items() if of == variable))
+
+
+def _put(edit: Edit, loop: Loop, made: dict[str, function_pb2.FunctionDef]) -> None:
+    """Puts one node in a loop's place, and its functions into ``made``."""
+    view = loop.turns
+    constant = [ref for ref in loop.initial if view[ref[0]].op in ENTER and view[ref[0]].attr("is_constant")]
+    variables = [*loop.next, *constant]
+    names = {ref: f"variable_{i}" for i, ref in enumerate(variables)}
+    names.update((ref, names[of]) for ref, of in loop.same.items())
+    types = [view.dtype(loop.initial[ref]) for ref in variables]
+    cond = _function(view, names, types, [loop.test], ["bool"])
+    body = _function(view, names, types, [loop.next.get(ref, ref) for ref in variables], types)
+    made.update((f.signature.name, f) for f in (cond, body))
+    device = loop.body[0].device
+    node = node_def_pb2.NodeDef(op=OPS[any(n.op in READS | RANDOM for n in loop.body)], device=device)
+    node.attr["T"].list.type.extend(tf.as_dtype(t).as_datatype_enum for t in types)
+    node.attr["cond"].func.name, node.attr["body"].func.name = cond.signature.name, body.signature.name
+    exits = {of: ref for ref, of in loop.exits.items()}
+    shapes = [view.proven_shape(exits.get(ref, loop.initial[ref])) for ref in variables]
+    node.attr["output_shapes"].list.shape.extend(tf.TensorShape(s).as_proto() for s in shapes)
+    if is_gpu(device):
+        host = [i for i, t in enumerate(types) if t in HOST_TYPES]
+        for name in ("_input_hostmem", "_output_hostmem"):
+            node.attr[name].list.i.extend(host)
+    name = edit.add(node, f"{loop.name}/stitched", types, [loop.initial[ref] for ref in variables], loop.after)
+    edit.waits.update(dict.fromkeys(loop.inside, (name,)))
+    edit.instead.update((ref, (name, variables.index(of))) for ref, of in loop.exits.items())
+
+
+def _function(view: GraphView, args: Mapping[Ref, str], types: Iterable[str], results: Iterable[Ref],
+              result_types: Iterable[str]) -> function_pb2.FunctionDef:
+    """What values of a turn are made of, as a function of the loop's variables; equal ones have one name."""
+    out = function_pb2.FunctionDef()
+    for i, t in enumerate(types):
+        out.signature.input_arg.add(name=f"variable_{i}", type=tf.as_dtype(t).as_datatype_enum)
+    results = list(results)
+    for n in _made_of(view, args, results):
+        node = out.node_def.add()
+        assert n.proto is not None
+        node.CopyFrom(n.proto)
+        node.attr.pop("_class", None)
+        node.input[:] = [args.get(ref) or view.body_text(ref) for ref in n.inputs]
+    for i, (ref, t) in enumerate(zip(results, result_types, strict=True)):
+        out.signature.output_arg.add(name=f"next_{i}", type=tf.as_dtype(t).as_datatype_enum)
+        out.ret[f"next_{i}"] = args.get(ref) or view.body_text(ref)
+    digest = hashlib.sha256(out.SerializeToString(deterministic=True)).hexdigest()
+    out.signature.name = TURN_PREFIX + digest[:20]
+    return out
+
+
+def _made_of(view: GraphView, args: Mapping[Ref, str], results: Iterable[Ref]) -> Iterator[NodeView]:
+    """The nodes that values need, in the order of the graph."""
+    needed: set[str] = set()
+    stack = [ref for ref in results if ref not in args]
+    while stack:
+        name = stack.pop()[0]
+        if name not in needed:
+            needed.add(name)
+            stack.extend(ref for ref in view[name].inputs if ref not in args)
+    return (n for n in view if n.name in needed)
