@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tf_stitch import bench
-from tf_stitch.serving.model import environment
 
 from . import plots, reference
 from .peers import session
@@ -306,6 +305,21 @@ def fresh_cache() -> Iterator[None]:
     """Stitched kernels are compiled anew, as on the first use of a model."""
     with tempfile.TemporaryDirectory() as folder, cache(folder):
         yield
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """The process's environment has ``values`` until the body ends."""
+    before = {k: os.environ.get(k) for k in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ each of many threads (up to 8 arenas per core).  So the command has TensorFlow u
 
 Latencies are not judged, so other work on the machine does no harm.  They are shown, against the SLO, for requests that
 nobody cancelled, that had no timeout of their own, and whose tenant was not overloaded by a burst meanwhile.  The
-report is written after every look at memory, so a run that is cut short leaves one too; SIGTERM ends a run as its time
-does.
+report is written after every look at memory, so a run that is cut short leaves one too; SIGTERM and SIGINT end a run as
+its time does, and the report says so.
 """
 from __future__ import annotations
 
@@ -203,11 +203,11 @@ class Soak:
         begin = time.monotonic()
         for thread in threads:
             thread.start()
-        self._stop.wait(seconds)
+        early = self._stop.wait(seconds)
         self._stop.set()
         for thread in threads:
             thread.join()
-        return self._report(time.monotonic() - begin)
+        return {**self._report(time.monotonic() - begin), "ended_early": early}
 
     def _guard(self, work: Callable[[int], None], argument: int) -> None:
         try:
@@ -573,7 +573,13 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     yield slo
     yield (f"{report['seconds']} s, {report['requests_per_second']:.0f} requests a second: {report['counts']}\n"
            f"in the second half of the run, memory grew by {report['growth_mb']} MB; "
-           f"problems: {report['problems'] or 'none'}{'' if report['finished'] else '; the run was cut short'}")
+           f"problems: {report['problems'] or 'none'}{_how_it_ended(report)}")
+
+
+def _how_it_ended(report: dict[str, Any]) -> str:
+    if not report["finished"]:
+        return "; the run was cut short"
+    return "; the run was ended early" if report["ended_early"] else ""
 
 
 def _subjects(args: argparse.Namespace, folder: Path) -> list[Subject]:
@@ -585,14 +591,15 @@ def _subjects(args: argparse.Namespace, folder: Path) -> list[Subject]:
 
 
 @contextlib.contextmanager
-def _at_sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets until the body ends."""
+def _at_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set until the body ends, also where a shell in the background ignores SIGINT."""
     stop = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -625,7 +632,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench.write(args.out.parent, args.out.stem, {"machine": facts, **report}, facts, tables(report))
         return report
 
-    with _at_sigterm() as stop, tempfile.TemporaryDirectory(prefix="tf_stitch_soak_") as temporary:
+    with _at_signals() as stop, tempfile.TemporaryDirectory(prefix="tf_stitch_soak_") as temporary:
         subjects = _subjects(args, Path(temporary))
         seconds = min(args.minutes * 60, args.budget - CLOSING_S - (time.monotonic() - begin))
         report = finish(held(subjects, max(seconds, 0.0), clients=args.clients, seed=args.seed, stop=stop, note=finish,

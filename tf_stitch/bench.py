@@ -375,7 +375,7 @@ def machine() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": " ".join([Path(sys.executable).name, *_arguments()]),
-        "commit": _git("describe", "--always", "--dirty"),
+        "commit": os.environ.get("TF_STITCH_COMMIT") or _git("describe", "--always", "--dirty"),  # no git in a copy
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "gpus": gpus,

@@ -1,6 +1,9 @@
 """Metrics: the values that Prometheus reads, and how they are served."""
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import urllib.request
 
 import pytest
@@ -75,6 +78,29 @@ def test_served_over_http():
             tf_stitch.StitchSession(coalesce=False, threads=1, metrics_port=session.metrics_port)
     with pytest.raises(OSError):
         urllib.request.urlopen(url, timeout=1)
+
+
+def test_a_forked_process_leaves_the_port_to_its_parent():
+    """The port is free once the parent's session is closed, though the child lives."""
+    session = tf_stitch.StitchSession(coalesce=False, threads=1, metrics_port=0, options=NATIVE)
+    port, (parent, end) = session.metrics_port, os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os.close(end)
+        os.read(parent, 1)  # until the parent closes its end
+        os._exit(0 if session.metrics_port is None and session.close() else 1)
+    try:
+        assert urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=5).status == 200
+        session.close()
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were closed do not count
+            other.bind(("", port))
+            other.listen()
+    finally:
+        os.close(end)
+        assert os.waitpid(child, 0)[1] == 0
+        os.close(parent)
 
 
 def test_tally():

@@ -2,8 +2,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -114,7 +118,8 @@ def test_soak_that_is_cut_short_leaves_a_report(subjects, tmp_path):
             stop.set()
 
         report = soak.Soak(session, subjects, clients=2, check_s=0.1, stop=stop, note=note).run(60.0)
-    assert report["finished"] and report["problems"] == [] and report["seconds"] < 50
+    assert report["finished"] and report["problems"] == [] and report["seconds"] < 50 and report["ended_early"]
+    assert "ended early" in list(soak.tables({**report, "title": "toys"}))[-1]
     assert len(notes) == 1 and not notes[0]["finished"] and len(notes[0]["memory_mb"]) == 1
     notes[0]["title"] = "toys"
     assert "cut short" in list(soak.tables(notes[0]))[-1]
@@ -124,8 +129,32 @@ def test_soak_whose_budget_is_used_up_ends_at_once(tmp_path):
     out, handler = tmp_path / "soak.json", signal.getsignal(signal.SIGTERM)
     assert soak.main(["--budget", "0", "--clients", "2", "--no-coalesce", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
-    assert report["finished"] and report["problems"] == [] and report["seconds"] < 60
+    assert report["finished"] and report["problems"] == [] and report["seconds"] < 60 and not report["ended_early"]
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_soak_in_the_background_ends_at_a_signal_with_a_whole_report(tmp_path, number):
+    """A shell has what it starts in the background ignore SIGINT."""
+    out = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "models.soak", "--minutes", "10", "--clients", "2", "--rate", "100",
+               "--no-coalesce", "--out", str(out)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TF_STITCH_COMMIT": "abc"},
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        try:
+            end = time.monotonic() + 240
+            while not out.exists() and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.1)
+            assert not json.loads(out.read_text())["finished"], (tmp_path / "log").read_text()[-2000:]
+            process.send_signal(number)
+            assert process.wait(120) == 0, (tmp_path / "log").read_text()[-2000:]
+        finally:
+            process.kill()
+            process.wait()
+    report = json.loads(out.read_text())
+    assert report["finished"] and report["ended_early"] and report["problems"] == []
+    assert report["machine"]["commit"] == "abc" and report["counts"]["answered"] > 0
 
 
 def test_benchmark_of_real_tenants(tmp_path):

@@ -111,6 +111,10 @@ class MetricsServer:
             raise OptionError(f"Metrics cannot be served on port {port!r}: {str(error).rstrip('.')}.") from None
         self.port: int = self._server.server_address[1]
 
+    def forked(self) -> None:
+        """In a forked process, which has no thread of the server's: gives back its share of the port."""
+        self._server.socket.close()
+
     def close(self) -> None:
         """Ends the server and its thread."""
         self._server.shutdown()

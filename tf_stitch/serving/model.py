@@ -1,11 +1,10 @@
 """One version of a served model: its graph in a session of its own, and a short way into each signature."""
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,9 @@ LARGE = 1 << 14   # bytes of an array whose copy is worth a thought
 # thread that brings the answer.
 ON_CALLER = -1
 _versions = itertools.count(1)  # a session's (name, version) must be its own in the process
-_environment_lock = threading.Lock()
+# A run ends when its own results are there, not when everything that others queued on the stream is done.  TensorFlow
+# has no option for it and looks when a session is made.  Set once, here: other threads may read the environment later.
+os.environ.setdefault("TF_SYNC_ON_FINISH", "0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,21 +314,4 @@ def _config(base: Any, tenant: str, version: int) -> Any:
 
 
 def _new_session(graph: Any, config: Any) -> Any:
-    # A run ends when its own results are there, not when everything that others queued on the stream is done.
-    with _environment_lock, environment({"TF_SYNC_ON_FINISH": os.environ.get("TF_SYNC_ON_FINISH", "0")}):
-        return tf.compat.v1.Session(graph=graph, config=config)
-
-
-@contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """The process's environment has ``values`` until the body ends."""
-    before = {k: os.environ.get(k) for k in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
+    return tf.compat.v1.Session(graph=graph, config=config)

@@ -436,6 +436,9 @@ class StitchSession:
         self._end.detach()
         self._closed, self._changes = True, threading.RLock()  # a thread that is not there may have held the lock
         self._tenants = {}
+        if self._http is not None:  # the port is the parent's
+            self._http.forked()
+            self._http = None
         self._dispatcher.forked()
 
 
