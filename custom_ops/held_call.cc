@@ -51,7 +51,8 @@ void HeldCall::Describe(const std::string& program, Request* request) const {
   const tensorflow::SessionMetadata* metadata = ctx_->session_metadata();
   request->tenant = metadata && !metadata->name().empty() ? metadata->name() : program;
   if (std::optional<absl::Time> deadline = ctx_->deadline()) {
-    request->deadline = NowMicros() + absl::ToInt64Microseconds(*deadline - absl::Now());
+    Micros now = NowMicros(), left = absl::ToInt64Microseconds(*deadline - absl::Now());
+    request->deadline = left < kNever - now ? now + left : kNever;  // a timeout of centuries is none
   }
 }
 

@@ -39,6 +39,7 @@ std::vector<Policy::Entry*> Policy::Joinable(const Candidate& chosen, Micros now
   std::vector<Entry*> order, found;
   for (const auto& [cluster, list] : ready_) {
     for (Entry* e : list) {
+      if (chosen.best_effort && !e->best_effort) continue;  // as in superkernels
       if (e->next == 0 && e->merge.key == leader.merge.key && KeepsCompany(*e, leader)) order.push_back(e);
     }
   }

@@ -444,8 +444,8 @@ void Policy::Begin(const Candidate& chosen, const std::map<Tenant*, double>& lon
   if (out->gathers) ++gathering_[chosen.best_effort][chosen.cluster];
 }
 
-// The leader, then all that are ready in its cluster, `most` in all.  Best effort joins a latency tenant only
-// within its slack.
+// The leader, then all that are ready in its cluster, `most` in all.  Best effort joins a latency tenant only within
+// its slack; a latency tenant never joins what fills, which the device leaves until it has nothing else to do.
 void Policy::Fill(const Candidate& chosen, size_t most, Micros now, Superkernel* out) {
   *out = {};
   Entry* leader = chosen.leader;
@@ -456,7 +456,7 @@ void Policy::Fill(const Candidate& chosen, size_t most, Micros now, Superkernel*
   Micros least_latest = kNever;  // of the latency tenants in it
   for (Entry* e : order) {
     if (out->members.size() == most) break;
-    if (!KeepsCompany(*e, *leader)) continue;
+    if (!KeepsCompany(*e, *leader) || (chosen.best_effort && !e->best_effort)) continue;
     if (!Pays(e->work->units[e->next], *out)) continue;
     if (e->best_effort && !chosen.best_effort && Plus(now, out->estimate_us) > least_latest) continue;
     if (!e->best_effort) least_latest = std::min(least_latest, LatestStart(*e));

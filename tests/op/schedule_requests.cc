@@ -153,6 +153,30 @@ void LatencyBeforeBestEffort() {
   CHECK(c.Next(LaneKind::kLatency).empty());
 }
 
+// What fills runs when the device has nothing else to do: no critical request goes there, though it would be company.
+// `joined`: they could be one run.
+void CriticalRequestsDoNotJoinWhatFills(bool joined) {
+  PolicyOptions options;
+  options.merge = joined ? Merge::kWhereverItCan : Merge::kNever;
+  Clock c(options);
+  TenantOptions filler;
+  filler.best_effort = true;
+  c.policy.SetTenant("filler", filler);
+  MergeKey merge = joined ? MergeKey{5, 50, 1} : MergeKey{};
+  auto hold = [&](uint64_t id, const std::string& tenant) {
+    CHECK(c.policy.Admit(id, tenant, WorkOf({1}), kNever, c.now, merge).kind == Policy::Verdict::kHeld);
+  };
+  for (uint64_t id : {1, 2}) hold(id, "filler");
+  for (uint64_t id : {3, 4}) hold(id, "critical");
+  Ids found = c.Next(LaneKind::kBestEffort);
+  std::sort(found.begin(), found.end());
+  CHECK((found == Ids{1, 2}) && c.last.joined == joined);
+  c.Run(100);
+  found = c.Next(LaneKind::kLatency);
+  std::sort(found.begin(), found.end());
+  CHECK((found == Ids{3, 4}) && c.last.joined == joined);
+}
+
 // More critical requests than the device can do: what has waited for seconds goes first all the same.
 void NobodyWaitsForEver() {
   Clock c;
@@ -203,6 +227,17 @@ void SharesFollowWeights() {
     add(name, name == "heavy" ? 1 : 2);
   }
   CHECK(runs["heavy"] > 280 && runs["heavy"] < 320);
+}
+
+void ADeadlineThatIsOverIsRejected() {
+  Clock c;
+  for (Micros deadline : {c.now, c.now - 1, Micros{0}, INT64_MIN + c.now}) {
+    Policy::Verdict v = c.Admit(1, "a", WorkOf({1}), deadline);
+    CHECK(v.kind == Policy::Verdict::kRejected && v.why.find("0 ms are left") != std::string::npos);
+  }
+  CHECK(c.policy.held() == 0 && c.policy.tenants().at("a").in_flight == 0);
+  CHECK(c.Held(1, "a", WorkOf({1}), kNever - 1));  // as far away as one can be
+  CHECK(c.Next() == Ids{1});
 }
 
 void AdmissionLooksAtTheQueue() {
@@ -817,6 +852,77 @@ void NothingIsLostOrDoubled(bool enqueues, int lanes, uint64_t seed) {
   CHECK(coalescer.Submit(late) == Coalescer::Taken::kStopped && late->done == 0);
 }
 
+// Tenants are given other rights and removed while their requests are on their way, and others cancel those: each is
+// answered once, and what is forgotten leaves nothing behind.
+void TenantsComeAndGo(bool enqueues, uint64_t seed) {
+  Coalescer::Options options;
+  options.policy.max_instances = 16;
+  Coalescer coalescer(options, std::make_unique<CountingDevice>(2, enqueues, seed), "");
+  constexpr int kThreads = 3, kEach = 200;
+  std::vector<std::vector<std::shared_ptr<Counting>>> all(kThreads);
+  std::mutex mu;
+  std::vector<std::shared_ptr<Counting>> sent;  // under the lock
+  std::atomic<int> left{kThreads};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      std::minstd_rand rng(static_cast<uint32_t>(seed * 17 + t + 1));
+      for (int i = 0; i < kEach; ++i) {
+        auto r = all[t].emplace_back(std::make_shared<Counting>());
+        r->tenant = "t" + std::to_string(rng() % 3);
+        r->work = WorkOf({rng() % 2, 2}, 20);
+        if (rng() % 8 == 0) r->deadline = NowMicros() - static_cast<Micros>(rng() % 100);
+        {
+          std::lock_guard<std::mutex> lock(mu);
+          sent.push_back(r);
+        }
+        if (rng() % 16 == 0) coalescer.Cancel(r.get());
+        CHECK(coalescer.Submit(r) == Coalescer::Taken::kHeld);
+      }
+      --left;
+    });
+  }
+  threads.emplace_back([&] {  // the operator
+    std::minstd_rand rng(static_cast<uint32_t>(seed));
+    while (left) {
+      std::string name = "t" + std::to_string(rng() % 3);
+      TenantOptions rights;
+      rights.max_in_flight = 1 + static_cast<int>(rng() % 2);
+      rights.best_effort = rng() % 2;
+      rng() % 2 ? coalescer.SetTenant(name, rights) : coalescer.RemoveTenant(name);
+      std::this_thread::sleep_for(std::chrono::microseconds(rng() % 100));
+    }
+  });
+  threads.emplace_back([&] {  // clients that change their minds, some when the answer is on its way
+    std::minstd_rand rng(static_cast<uint32_t>(seed + 5));
+    while (left) {
+      std::shared_ptr<Counting> r;
+      {
+        std::lock_guard<std::mutex> lock(mu);
+        if (!sent.empty()) r = sent[sent.size() - 1 - rng() % std::min<size_t>(sent.size(), 8)];
+      }
+      if (r) coalescer.Cancel(r.get());
+      std::this_thread::sleep_for(std::chrono::microseconds(rng() % 50));
+    }
+  });
+  for (std::thread& t : threads) t.join();
+  CHECK(coalescer.Drain(20'000'000));
+  int64_t ends[4] = {};
+  for (auto& list : all) {
+    for (auto& r : list) {
+      CHECK(r->done == 1 && r->ended != Outcome::kFailed);
+      CHECK(r->ended != Outcome::kCompleted || r->next == r->work->units.size());
+      ++ends[static_cast<int>(r->ended)];
+    }
+  }
+  for (Outcome outcome : {Outcome::kCompleted, Outcome::kCancelled, Outcome::kRejected}) {
+    CHECK(ends[static_cast<int>(outcome)] > 0);
+  }
+  for (const auto& [name, t] : coalescer.tenants()) CHECK(t.in_flight == 0 && t.queue.empty());
+  for (int i = 0; i < 3; ++i) coalescer.RemoveTenant("t" + std::to_string(i));
+  CHECK(coalescer.tenants().empty() && coalescer.stats().held == 0);
+}
+
 // Issues nothing until it is opened.
 class ClosedDevice : public CountingDevice {
  public:
@@ -924,9 +1030,11 @@ int main(int argc, char** argv) {
   StopsWaitingAtItsLimitAndWhenSlackIsGone();
   NoCompanyNoWait();
   LatencyBeforeBestEffort();
+  for (bool joined : {false, true}) CriticalRequestsDoNotJoinWhatFills(joined);
   NobodyWaitsForEver();
   BestEffortJoinsOnlyWithinSlack();
   SharesFollowWeights();
+  ADeadlineThatIsOverIsRejected();
   AdmissionLooksAtTheQueue();
   AdmissionFollowsMeasurements();
   RefusalsForALongTimeEnd();
@@ -947,6 +1055,7 @@ int main(int argc, char** argv) {
   EstimatesFollowAndAreKept();
   for (bool enqueues : {false, true}) {
     for (int lanes : {1, 3}) NothingIsLostOrDoubled(enqueues, lanes, seed);
+    TenantsComeAndGo(enqueues, seed);
     WhatIsHeldTogetherRunsTogether(enqueues, /*joined=*/false, /*fails=*/false);
     for (bool fails : {false, true}) WhatIsHeldTogetherRunsTogether(enqueues, /*joined=*/true, fails);
     StopWithRequestsHeld(enqueues);

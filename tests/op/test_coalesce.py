@@ -187,6 +187,15 @@ def test_quota():
     call("remove_tenant", "small")
 
 
+def test_a_step_s_timeout_of_centuries_is_none():
+    model, x = Model("patient", "rowsum"), floats(64, 11)
+    with coalescing(workers=1, alone=0):
+        for timeout_ms in (2**63 - 1, 2**62, 10**15):
+            (sums,) = model(x, timeout_ms=timeout_ms)
+            np.testing.assert_allclose(sums, x.sum(1), rtol=1e-5)
+        assert stats()["tenants"]["patient"]["completed"] == 3
+
+
 def test_cancelled_by_the_step_s_timeout():
     model, other = Model("slow", "rowsum"), Model("other", "rowsum")
     x = floats(3000, 3000)

@@ -86,6 +86,14 @@ def test_requests_of_all_sizes_get_their_own_answers():
         assert not now["unmerged_requests"]
 
 
+def test_requests_without_rows_are_joined_with_each_other():
+    model = Model("empty")
+    with coalescing(max_wait_us=2000, workers=1, merge=2):
+        crowd(lambda i: close(model(*request(0, i)), wanted(*request(0, i))), 200)
+        now = merged()
+        assert now["merged_requests"] > 20 and not now["unmerged_requests"], now
+
+
 def test_only_requests_that_share_the_rest_are_joined():
     """Other weights, another width: apart."""
     models = [Model("a"), Model("b", OTHER)]
