@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--soak-seconds", type=float, default=30.0)
     parser.add_argument("--critical", default="", help="the latency-critical tenant (default: the first)")
     parser.add_argument("--scheduler", default="{}", help="options of the scheduler, as JSON")
-    parser.add_argument("--threads", type=int, default=2, help="that submit requests")
+    parser.add_argument("--threads", type=int, default=1, help="that submit requests")
     parser.add_argument("--out", type=Path, default=Path("build/serving"))
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="only rewrite the models for a GPU, into DIR")
     parser.add_argument("--target", default="cuda:sm_90", help="of --prepare")

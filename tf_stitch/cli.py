@@ -272,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
                        "stitched,superkernel (default: these) and processes,mps")
     serve.add_argument("--seconds", type=_above_zero, default=2.0, metavar="S", help="of each load (default: 2)")
     serve.add_argument("--batch", type=_positive, default=1, metavar="N", help="size of unknown dims of drawn inputs")
-    serve.add_argument("--threads", type=_positive, default=2, metavar="N", help="that submit requests (default: 2)")
+    serve.add_argument("--threads", type=_positive, default=1, metavar="N", help="that submit requests (default: 1)")
     serve.add_argument("--seed", type=_whole, default=0, metavar="N", help="of arrivals")
     serve.add_argument("--gpu-memory-mb", type=_positive, default=4096, metavar="MB",
                        help="of each model on a GPU (hyperq needs its own share for each; default: 4096)")

@@ -24,7 +24,7 @@ from tf_stitch import warmup
 from tf_stitch.errors import OptionError, SavedModelError
 from tf_stitch.saved_model import read
 from tf_stitch.serving import garbage, scheduler, sources
-from tf_stitch.serving.dispatcher import Dispatcher
+from tf_stitch.serving.dispatcher import Dispatcher, Request
 from tf_stitch.serving.graphs import place, shorten
 from tf_stitch.serving.model import ALIGNMENT, LARGE, _aligned
 from tf_stitch.serving.sources import save_function, stitched_copy
@@ -627,6 +627,32 @@ def test_no_thread_is_woken_for_what_may_not_run(gate, monkeypatch):
         assert not woken
         gate.open.set()
         assert not wait(futures, 10).not_done
+
+
+def test_a_request_wakes_one_thread(gate):
+    """Whoever comes first for one of two sees the other, for which somebody is on the way."""
+    class Woken(list):
+        count = 0
+
+        def pop(self):
+            self.count += 1
+            return super().pop()
+
+    with tf_stitch.StitchSession(coalesce=False, threads=8) as session:
+        session.add("a", gate.function, warmup=False, verify=False, stitch=False)
+        dispatcher, tenant = session._dispatcher, session._tenants["a"]
+        assert soon(lambda: not session.stats()["running"])
+        endpoint = tenant.model.endpoint()
+        requests = [Request(tenant, tenant.model, endpoint, endpoint.bind(rows(i)), None) for i in range(2)]
+        with dispatcher._lock:
+            dispatcher._idle = woken = Woken(dispatcher._idle)
+            for request in requests:
+                dispatcher._take(request)
+        gate.arrived()
+        gate.arrived()
+        assert woken.count == 2
+        gate.open.set()
+        assert not wait([request.future for request in requests], 10).not_done
 
 
 def test_few_threads_serve_few_requests():

@@ -100,6 +100,7 @@ class Dispatcher:
         self._wakes: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(threads)]
         # Of those that wait, the last one to begin first: its stack, its malloc arena and its core's caches are warm.
         self._idle: list[SimpleQueue[bool]] = []
+        self._coming = threads  # workers that were woken and have not looked yet; at first, all
         self._running = [0, 0]  # as the heaps
         self._outstanding = 0
         self._waiters = 0
@@ -164,7 +165,10 @@ class Dispatcher:
         heapq.heappush(self._ready[request.tenant.best_effort], (request.deadline, next(self._order), request))
 
     def _wake_one(self) -> None:
-        if self._idle:
+        """A wake-up costs more than a short request, so none is given while as many workers come as requests are ready.
+        """
+        if self._idle and self._coming < len(self._ready[False]) + len(self._ready[True]):
+            self._coming += 1
             self._idle.pop().put(True)
 
     # --- running them -------------------------------------------------------------------------------
@@ -223,7 +227,10 @@ class Dispatcher:
         Also gives the model to close, when that was the last request of a retired one.
         """
         with self._lock:
-            closing = self._book(done) if done is not None else None
+            if done is None:
+                closing, self._coming = None, self._coming - 1
+            else:
+                closing = self._book(done)
             request = self._pick()
             if request is None:
                 self._idle.append(wake)

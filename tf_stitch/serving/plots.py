@@ -46,7 +46,7 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
 def _curves(axes: Any, rows: Sequence[Row]) -> None:
     for row in rows:
         tried = sorted(row.tried)
-        axes.semilogx([rate for rate, _ in tried], [100 * share for _, share in tried], "o-", label=row.policy)
+        axes.semilogx([rate for rate, *_ in tried], [100 * share for _, share, _ in tried], "o-", label=row.policy)
     axes.axhline(99, color="gray", linewidth=0.8)
     axes.set_xlabel("offered requests a second")
     axes.set_ylabel("% within the SLO")
