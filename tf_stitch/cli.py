@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what matters comes as an exception
     logging.basicConfig(format="%(message)s", level=logging.ERROR if args.quiet else logging.WARNING)
     try:
+        _check_files_to_write(args)
         if args.run is not _doctor:
             _load_tensorflow()
         return args.run(args)
@@ -115,15 +116,14 @@ def _serve_bench(args: argparse.Namespace) -> int:
     plan = serve_bench.plan_of(args)
     say = (lambda _: None) if args.quiet or args.json else (lambda text: print(text, file=sys.stderr))
     rows = serve_bench.of_models(args, plan, say)
-    facts = machine()
-    if args.plot:
+    if args.json:
+        print(serve_bench.to_json(rows, machine=machine()))
+    elif not args.quiet:
+        Console(width=None if sys.stdout.isatty() else 200).print(serve_bench.table(rows))
+    if args.plot:  # may fail: what took long to measure is told by now
         from .serving.plots import plot
 
         plot(rows, args.plot)
-    if args.json:
-        print(serve_bench.to_json(rows, machine=facts))
-    elif not args.quiet:
-        Console(width=None if sys.stdout.isatty() else 200).print(serve_bench.table(rows))
     return int(any(r.bad for r in rows))
 
 
@@ -132,6 +132,16 @@ def _doctor(args: argparse.Namespace) -> int:
 
     with quiet_stderr():
         return doctor.main(json_output=args.json, quiet=args.quiet)
+
+
+def _check_files_to_write(args: argparse.Namespace) -> None:
+    """Raises OptionError where it shows before a long run that its page or plot cannot be written."""
+    for path in filter(None, (getattr(args, name, None) for name in ("html", "plot"))):
+        folder = os.path.dirname(path) or "."
+        if os.path.isdir(path):
+            raise OptionError(f"'{path}' cannot be written: it is a folder; give the name of a file.")
+        if not os.path.isdir(folder):
+            raise OptionError(f"'{path}' cannot be written: there is no folder '{folder}'.")
 
 
 def _load_tensorflow() -> None:

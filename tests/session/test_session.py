@@ -713,7 +713,7 @@ def test_options_that_are_numpys_numbers(session):
 
 def test_timeouts_that_are_never_or_past(session):
     session.add("a", scaled(2.0), verify=False)
-    for no_number in (float("nan"), "5"):
+    for no_number in (float("nan"), "5", True):
         with pytest.raises(OptionError, match="'timeout_ms' is"):
             session.submit("a", rows(1), timeout_ms=no_number)
     for never in (1e300, float("inf")):
@@ -765,7 +765,8 @@ def test_bad_models(session, tmp_path):
     ({"threads": 0}, "'threads' is 0"), ({"threads": 1.5}, "'threads' is 1.5; it must be a whole number"),
     ({"threads": 2, "reserve": 2}, "'reserve' is 2; it must be at least 0 and below 'threads'"),
     ({"beside": -1}, "'beside' is -1; it must be a whole number, at least 0"), ({"beside": 0.5}, "'beside' is 0.5"),
-    ({"config": {}}, "'config' is a dict; it must be a tf.compat.v1.ConfigProto")])
+    ({"config": {}}, "'config' is a dict; it must be a tf.compat.v1.ConfigProto"),
+    ({"coalesce": "off"}, "'coalesce' is 'off'; it must be True, False or None")])
 def test_options_of_a_session(options, message):
     with pytest.raises(OptionError, match=message):
         tf_stitch.StitchSession(**options)

@@ -468,6 +468,18 @@ def test_command_usage(capsys):
     assert "usage" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("command", "option"), [("rewrite", "--html"), ("explain", "--html"), ("bench", "--plot"),
+                                                 ("serve-bench", "--plot")])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(source, tmp_path, capsys, command, option):
+    models = {"rewrite": [str(source), str(tmp_path / "out")], "serve-bench": [f"m={source}"]}
+    given = models.get(command, [str(source)])
+    for path, why in ((tmp_path, "it is a folder"), (tmp_path / "no" / "file", "there is no folder")):
+        assert cli.main([command, *given, option, str(path)]) == 1
+        captured = capsys.readouterr()
+        assert captured.err.startswith(f"tf-stitch: '{path}' cannot be written: {why}") and not captured.out
+    assert not any(tmp_path.iterdir())
+
+
 def test_importing_is_cheap_and_names_are_there():
     code = "import sys, tf_stitch; assert 'tensorflow' not in sys.modules; tf_stitch.Options; tf_stitch.enable"
     assert os.spawnv(os.P_WAIT, os.sys.executable, [os.sys.executable, "-c", code]) == 0

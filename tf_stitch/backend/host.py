@@ -175,7 +175,8 @@ def _run_compiler(source: str, command: list[str], flags: list[str]) -> bytes:
                 raise CompileError(f"{command[0]} failed to compile a kernel: {first_error(result.stderr)}")
             return so.read_bytes()
     except OSError as error:
-        raise CompileError(f"Compiling a kernel failed: {error.strerror} ({error.filename}).") from None
+        where = f" ({error.filename})" if error.filename else ""
+        raise CompileError(f"Compiling a kernel failed: {error.strerror}{where}.") from None
 
 
 def _key(source: str, version: str, command: Sequence[str], flags: Sequence[str]) -> str:

@@ -89,6 +89,8 @@ class StitchSession:
             raise OptionError(f"Option 'reserve' is {reserve}; it must be at least 0 and below 'threads' ({threads}).")
         if config is not None and not isinstance(config, tf.compat.v1.ConfigProto):
             raise OptionError(f"Option 'config' is a {type(config).__name__}; it must be a tf.compat.v1.ConfigProto.")
+        if coalesce not in (None, True, False):
+            raise OptionError(f"Option 'coalesce' is {coalesce!r}; it must be True, False or None.")
         runtime.load()
         scheduler_options = {} if scheduler_options is None else scheduler_options
         _grow_memory()
@@ -512,7 +514,7 @@ def _timeout_s(timeout_ms: float | None) -> float | None:
     """Raises OptionError; NaN cannot be put in order with other requests' deadlines."""
     if timeout_ms is None or timeout_ms == math.inf:
         return None
-    if not isinstance(timeout_ms, numbers.Real) or math.isnan(timeout_ms):
+    if not isinstance(timeout_ms, numbers.Real) or isinstance(timeout_ms, bool) or math.isnan(timeout_ms):
         raise OptionError(f"Option 'timeout_ms' is {timeout_ms!r}; it must be a number of milliseconds.")
     return float(timeout_ms) / 1e3  # NumPy's numbers are none to a lock
 
