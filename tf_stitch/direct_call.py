@@ -32,6 +32,7 @@ from tensorflow.python.pywrap_tfe import TFE_Py_Execute
 
 from . import runtime
 from .graph.control import CONTROL_FLOW
+from .graph.guards import OP as GUARD
 from .graph.reads import OP as READ
 from .graph.view import RET_OPS, GraphView, NodeView, Ref, op_def
 
@@ -39,6 +40,7 @@ log = logging.getLogger("tf_stitch")
 
 STITCHED = "StitchedProgram"
 ASSIGN = "StitchedAssign"
+PROGRAMS = frozenset({STITCHED, GUARD})  # they take what a call has where it lies, or decline
 MOST_OPS = {"GPU": 8, "CPU": 2}  # of TensorFlow's own: an eager op takes about 20 us, an executor 50 (more on a GPU)
 MOST_STEPS = 16
 KEPT_GRAPHS = 64
@@ -245,11 +247,11 @@ class _Maker:
         """The nodes of each step: programs with what follows on them, or one op of TensorFlow's."""
         parts: list[list[NodeView]] = []
         for n in nodes:
-            if parts and parts[-1][0].op == STITCHED and self._follows(n, parts[-1]):
+            if parts and parts[-1][0].op in PROGRAMS and self._follows(n, parts[-1]):
                 parts[-1].append(n)
             else:
                 parts.append([n])
-        own = sum(p[0].op != STITCHED for p in parts)
+        own = sum(p[0].op not in PROGRAMS for p in parts)
         device = "GPU" if self._uses_gpu(nodes) else "CPU"
         if own > MOST_OPS[device]:
             raise _No(f"it has {own} ops of TensorFlow's own beside its programs")
@@ -257,7 +259,7 @@ class _Maker:
 
     def _follows(self, n: NodeView, part: Sequence[NodeView]) -> bool:
         """Whether a kernel may be run behind others, with nothing of Python between them."""
-        if n.op == STITCHED or n.device != part[0].device:
+        if n.op in PROGRAMS or n.device != part[0].device:
             return n.device == part[0].device
         inside = {p.name for p in part}
         return n.op in WRITERS | READERS and n.name not in self.apart and all(
@@ -280,7 +282,7 @@ class _Maker:
     def _number(self, parts: Sequence[Sequence[NodeView]]) -> None:
         self.position = {ref: i for ref, i in self.position.items() if i < len(self.leaves)}
         self.count, self.fixed = len(self.leaves), []
-        for ref in {r for p in parts if p[0].op != STITCHED for r in p[0].inputs} | set(self.view.rets):
+        for ref in {r for p in parts if p[0].op not in PROGRAMS for r in p[0].inputs} | set(self.view.rets):
             self._fix(ref)
         for n in itertools.chain(*parts):
             for port in range(self.view.num_outputs(n.name)):
@@ -298,7 +300,7 @@ class _Maker:
         steps: list[_Kernels | _Op] = []
         for k, part in enumerate(parts):
             shown = self._outputs(part)
-            if part[0].op != STITCHED:
+            if part[0].op not in PROGRAMS:
                 steps.append(self._op(part[0], place))
             else:
                 needed = set(results).union(*read[k + 1:])
@@ -341,7 +343,7 @@ class _Maker:
 
     def _is_read_by_programs(self, n: NodeView) -> bool:
         readers = {self.view[reader].op for reader, _, _ in self.view.consumers(n.name)}
-        return n.op == "ReadVariableOp" and readers <= {STITCHED}
+        return n.op == "ReadVariableOp" and readers <= PROGRAMS
 
     def _fetched(self, n: NodeView) -> list[int]:
         """The results of a GPU's program that it puts into host memory: those that functions hand out there."""
@@ -358,9 +360,9 @@ class _Maker:
 
     def _check(self, n: NodeView, late: set[str]) -> None:
         """Raises unless the node can be a step."""
-        if n.op == STITCHED:
+        if n.op in PROGRAMS:
             if n.name in late:  # it might decline when there is no way back
-                raise _No("a program waits for a write")
+                raise _No("a program or an assertion waits for a write")
             return
         signature = op_def(n.op)
         known = signature is not None and (n.op in WRITERS | READERS or not signature.is_stateful)
@@ -414,7 +416,7 @@ class _Maker:
 
     def _read(self, part: Sequence[NodeView]) -> set[int]:
         """The values that a step reads."""
-        if part[0].op != STITCHED:
+        if part[0].op not in PROGRAMS:
             return {self._value(r) for r in part[0].inputs}
         return {given for n in part for kind, given in self._inputs(n) if kind == ARGUMENT}
 
@@ -452,7 +454,7 @@ class _Maker:
             inputs = [(VALUE, own[given]) if kind == ARGUMENT and given in own
                       else (kind, place[given] if kind == ARGUMENT else given) for kind, given in self._inputs(n)]
             why = _add(call, self._alone(n), inputs, n.op in WRITERS)
-            if why and n.op != STITCHED and len(part) > 1:
+            if why and n.op not in PROGRAMS and len(part) > 1:
                 raise _Apart(n.name)
             if why:
                 raise _No(why)
@@ -468,7 +470,7 @@ class _Maker:
         node.input[:] = [f"input_{i}" for i in range(len(inputs))]
         node.attr.pop("_class", None)
         host = {i for i, (kind, given) in enumerate(inputs) if kind != VARIABLE and self._is_on_host(kind, given)}
-        if n.op == STITCHED and host and _on_gpu(n.device):
+        if n.op in PROGRAMS and host and _on_gpu(n.device):
             already = node.attr["_input_hostmem"].list.i
             node.attr["_input_hostmem"].list.i[:] = sorted({*already, *host})
         fetched = self._fetched(n)
@@ -478,7 +480,7 @@ class _Maker:
 
     def _inputs(self, n: NodeView) -> list[Input]:
         """Where a kernel's inputs come from: values by their numbers, constants, and variables that programs read."""
-        if n.op == STITCHED:
+        if n.op in PROGRAMS:
             return [self._input(ref, n.device) for ref in n.inputs]
         return [(CONSTANT, self._handle(ref)) if self.view.dtype(ref) == "resource" else (ARGUMENT, self._value(ref))
                 for ref in n.inputs]

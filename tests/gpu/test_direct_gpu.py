@@ -88,6 +88,31 @@ def test_training_steps(count):  # noqa: F811
     assert count.replayed == 4
 
 
+def test_assertions_are_part_of_replays(count):  # noqa: F811
+    """Of what lies on the device and on the host; where one fails, the function is called, and says so."""
+    v = tf.Variable(1.0)
+
+    def step(x, y):
+        checks = [tf.debugging.assert_positive(x), tf.debugging.assert_less(y, 10, message="small labels"),
+                  tf.debugging.assert_equal(tf.shape(x)[0], tf.size(y))]
+        with tf.control_dependencies(checks):
+            v.assign_add(tf.reduce_sum(tf.exp(x) * 2.0))
+        return tf.tanh(x) * tf.reduce_sum(tf.cast(y, tf.float32)) + 1.0
+
+    f = tf_stitch.function(step)
+    x, y = tf.constant(np.arange(1, 9, dtype=np.float32)), tf.constant(np.arange(8, dtype=np.int32))
+    for _ in range(5):
+        np.testing.assert_allclose(f(x, y), np.tanh(x) * 28 + 1, rtol=1e-5)
+    assert (count.replayed, count.declined) == (3, 0)
+    value = v.numpy()
+    for bad, said in (((x, y * 9), "small labels"), ((-x, y), "x > 0")):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=said):
+            f(*bad)
+        assert v.numpy() == value
+    np.testing.assert_allclose(f(x, y), np.tanh(x) * 28 + 1, rtol=1e-5)
+    assert count.replayed == 4
+
+
 def test_threads_and_results_in_flight(count):  # noqa: F811
     v = tf.Variable(tf.ones([4096]))
     f = tf_stitch.function(lambda x: tf.exp(x) * v + 1)

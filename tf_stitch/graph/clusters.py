@@ -44,7 +44,7 @@ PLUMBING = CONTROL_FLOW | {
     "PartitionedCall", "StatefulPartitionedCall", "If", "While", "StatelessWhile", "Case",
     "StatelessCase", "_Send", "_Recv", "_HostSend", "_HostRecv", "StitchedProgram", "RestoreV2", "SaveV2",
     "MergeV2Checkpoints", "ShardedFilename", "StaticRegexFullMatch", "DisableCopyOnRead", "AssignAddVariableOp",
-    "AssignSubVariableOp", "StitchedAssign", "StitchedRead"}
+    "AssignSubVariableOp", "StitchedAssign", "StitchedRead", "StitchedGuard"}
 SMALL_ELEMENTS = 64  # of an integer tensor that counts as shape arithmetic
 
 

@@ -107,15 +107,15 @@ def _conds(view: GraphView) -> Iterator[_Cond]:
         yield from _parts(whole)
 
 
-def guards(view: GraphView) -> Iterator[set[str]]:
-    """Of each conditional that only asserts something, the nodes that those wait for who wait for it."""
+def guards(view: GraphView) -> Iterator[tuple[_Cond, set[str]]]:
+    """Each conditional that only asserts something, and the nodes that those wait for who wait for it."""
     for cond in _conds(view):
         effects = {n.op for branch in cond.branches for n in branch.values() if may_have_effects(n.op)}
         ends = set(cond.joins)
         for name in cond.joins:  # the result, by another name, is only waited for
             ends.update(r for r, _, _ in view.consumers(name) if view[r].op == "Identity" and not view.consumers(r))
         if effects == {"Assert"} and all(r in ends for name in cond.joins for r, _, _ in view.consumers(name)):
-            yield ends
+            yield cond, ends
 
 
 def _parts(whole: _Cond) -> Iterator[_Cond]:

@@ -6,6 +6,7 @@ imported is left to TensorFlow with the reason, and the clusters of its graph ar
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import itertools
@@ -25,13 +26,26 @@ from ..program import serialize
 from ..program.program import AliasStep, Program
 from ..report import ClusterReport, GraphReport, LeftNode, Report
 from ..schedule.target import of_options
-from . import branches, clusters, conditionals, feeds, inline, lists, loops, lower, optimizers, updates, whiles
+from . import (
+    branches,
+    clusters,
+    conditionals,
+    feeds,
+    guards,
+    inline,
+    lists,
+    loops,
+    lower,
+    optimizers,
+    updates,
+    whiles,
+)
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
 from .edits import asserts_aside, with_known_shapes, without_dead, without_relays
 from .importer import import_cluster
 from .variables import merge_reads, read_before_gathers
-from .view import GraphView
+from .view import GraphView, NodeView
 
 Progress = Callable[[int, int, str], None]
 
@@ -148,7 +162,12 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
                     source = without_dead(known, GraphView(known, library), keep | run | _ends(view))
                     view = GraphView(source, library)
                 if options.on_gpu:  # a CPU's ops have errors of their own, which the assertion should come before
-                    source = asserts_aside(source, view, run | set(view.control_rets), conditionals.guards(view))
+                    source = asserts_aside(source, view, run | set(view.control_rets),
+                                           (ends for _, ends in conditionals.guards(view)))
+                    view = view if source is view.source else GraphView(source, library)
+                if options.on_gpu and whole and isinstance(source, graph_pb2.GraphDef):
+                    source = guards.joined(source, view, keep | (_ends(view) if keep_ends else set()),
+                                           run | set(view.control_rets), functools.partial(_stitches, view, options))
                 view = view if source is view.source else GraphView(source, library)
                 source = without_relays(source, view, keep | run | set(view.control_rets))
                 view = view if source is view.source else GraphView(source, library)
@@ -161,6 +180,10 @@ def _place(name: str, source: graph_pb2.GraphDef | function_pb2.FunctionDef,
         except Exception as e:  # a graph that cannot be understood is left alone
             why = _sentence(e)
     return _Place(name, source, view, options, keep_ends, why, keep, run | set(view.control_rets if view else ()))
+
+
+def _stitches(view: GraphView, options: Options, n: NodeView) -> bool:
+    return clusters.why_not(view, n, options) is None
 
 
 def plain_ops_pay(options: Options) -> bool:
@@ -205,7 +228,7 @@ def _with_updates(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: G
                   options: Options) -> graph_pb2.GraphDef | function_pb2.FunctionDef:
     if not isinstance(source, graph_pb2.GraphDef):
         return source
-    return updates.updates_as_values(source, view, run, lambda n: clusters.why_not(view, n, options) is None)
+    return updates.updates_as_values(source, view, run, functools.partial(_stitches, view, options))
 
 
 _IS_FALLBACK = "it is the fallback of a stitched op"
@@ -399,8 +422,8 @@ class _Place:
         self.nodes_after = len(result)
         if isinstance(target, function_pb2.FunctionDef):
             edit.function_ends(target)
-        return [*fallbacks, *(f for f in self.view.library.values()
-                              if f.signature.name.startswith(conditionals.BRANCH_PREFIX))]
+        made = conditionals.BRANCH_PREFIX, guards.PREFIX
+        return [*fallbacks, *(f for f in self.view.library.values() if f.signature.name.startswith(made))]
 
     def _output_text(self, name: str, port: int) -> str:
         assert self.view is not None

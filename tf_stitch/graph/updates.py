@@ -36,6 +36,7 @@ from .variables import free_name
 from .view import RET_OPS, GraphView, NodeView, Ref, may_have_effects
 
 OP = "StitchedAssign"
+ASSERTIONS = frozenset({"Assert", "StitchedGuard"})
 ARITHMETIC = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
 WRITERS = frozenset({*ARITHMETIC, "AssignVariableOp"})
 READERS = frozenset({"ReadVariableOp", "VariableShape"})
@@ -245,9 +246,9 @@ class _Edit:
             if not read:
                 return
         else:
+            waits = [f"^{c}" for c in first.control_inputs if self.view[c].op not in ASSERTIONS]  # the write waits
             read = u.before[0].name if u.before else self._add(
-                "ReadVariableOp", f"{first.name}/read", [self.view.ref_text(first.inputs[0]),
-                                                         *(f"^{c}" for c in first.control_inputs)], device, dtype)
+                "ReadVariableOp", f"{first.name}/read", [self.view.ref_text(first.inputs[0]), *waits], device, dtype)
             self._sum(u, read)
         # Both come from one op: a program that reads the variable by itself hands on what it read.
         both = node_def_pb2.NodeDef(name=free_name(f"{u.write.name}/both", self.taken), op="IdentityN",
