@@ -276,8 +276,23 @@ class _Maker:
             only = self._kernels(parts[0], range(given), results)
             return Direct(self.context, [], [only], [], only.call, 0, self.owned)
         steps, place = self._steps(parts, results)
+        self._to_host(steps, place)
         unwritten = next((i for i, s in enumerate(steps) if s.writes), len(steps))
         return Direct(self.context, self.fixed, steps, [place[i] for i in results], None, unwritten, self.owned)
+
+    def _to_host(self, steps: list[_Kernels | _Op], place: dict[int, int]) -> None:
+        """Adds copies of results that an op of TensorFlow's leaves on a GPU and a function hands out on the host."""
+        of_ops = {self._source(r) for r in self.view.rets if self.view.dtype(r) in HOST_TYPES and self._is_of_op(r)}
+        for ref in sorted(of_ops):
+            kind = tf.as_dtype(self.view.dtype(ref)).as_datatype_enum
+            steps.append(_Op(None, False, "Identity", self.view[ref[0]].device, [place[self.position[ref]]],
+                             ("T", kind), 1))
+            place[self.position[ref]] = max(place.values()) + 1
+
+    def _is_of_op(self, ref: Ref) -> bool:
+        """Whether an op of TensorFlow's gives a value on a GPU; its Identity of an int32 copies that to the host."""
+        n = self.view[self._source(ref)[0]]
+        return n.op not in PROGRAMS | FREE and _on_gpu(n.device)
 
     def _number(self, parts: Sequence[Sequence[NodeView]]) -> None:
         self.position = {ref: i for ref, i in self.position.items() if i < len(self.leaves)}
@@ -335,7 +350,7 @@ class _Maker:
     def _check_results(self, fetched: Set[Ref]) -> None:
         """Raises where a function would hand out a result on the host that is not put there."""
         for ref in self.view.rets:
-            if self.view.dtype(ref) in HOST_TYPES and self._source(ref) not in fetched:
+            if self.view.dtype(ref) in HOST_TYPES and self._source(ref) not in fetched and not self._is_of_op(ref):
                 raise _No("a result is an integer that functions hand out on the host")
             argument = self.position.get(self._source(ref))  # nothing else has a number yet
             if argument is not None and not _on_gpu(self.leaves[argument].backing_device):

@@ -58,6 +58,20 @@ def test_integer_results_lie_on_the_host_as_a_functions_do(count):  # noqa: F811
     assert (count.replayed, count.declined) == (2, 0)
 
 
+def test_integers_of_tensorflows_ops_lie_on_the_host_too(count):  # noqa: F811
+    def call(x):
+        y = tf.nn.softmax(x) * 2 + 1
+        return y, tf.cast(tf.where(y > 1.2), tf.int32)
+
+    stitched, plain = tf_stitch.function(call), tf.function(call)
+    for k in range(4):
+        x = tf.constant(normal(8, seed=k))
+        for got, want in zip(stitched(x), plain(x), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5)
+            assert (got.device, got.backing_device) == (want.device, want.backing_device)
+    assert (count.replayed, count.declined) == (2, 0)
+
+
 def test_results_that_are_arguments(count):  # noqa: F811
     def call(x, i):
         return x, tf.exp(x) * 2 + tf.cast(i, tf.float32), x

@@ -15,7 +15,7 @@ def integers(x):
     """Products that wrap around, of bytes too; halves, extremes and sums of int32."""
     q = tf.cast(tf.round(x * 40000.0), tf.int32)
     small = tf.cast(tf.round(x * 20.0), tf.int8)
-    top, bottom = tf.split(tf.matmul(q, tf.cast(tf.round(x * 90000.0), tf.int32), transpose_b=True), 2, axis=1)
+    top, bottom = tf.split(tf.matmul(q, tf.cast(tf.round(x * 90000.0), tf.int32), transpose_a=True), 2, axis=1)
     products = tf.matmul(small, tf.transpose(small), output_type=tf.int32)
     rows = tf.unstack(q, axis=1)
     return (top, bottom, products, tf.argmax(products, 1), tf.reduce_max(q, 0), tf.reduce_sum(q, 1), rows[3] * 2,

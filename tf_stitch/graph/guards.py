@@ -16,9 +16,11 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
 from . import devices
+from .clusters import SHAPE_OPS
 from .conditionals import guards
 from .control import contexts_of
 from .edits import Edit, op_node, without_dead
+from .lower import SYMBOLIC
 from .view import GraphView, NodeView, Ref
 
 OP = "StitchedGuard"
@@ -28,20 +30,29 @@ UNCOPIED = frozenset({"resource", "variant"})
 
 @dataclass(frozen=True)
 class _Guard:
-    """An assertion: its condition, its nodes in order, and those of them that others wait for."""
+    """An assertion.
+
+    Attributes:
+      condition: what must hold.
+      nodes: its own nodes, in order.
+      ends: those of them that others wait for.
+      copies: constants and sizes that they read, computed again where the assertion fails.
+    """
 
     condition: Ref
     nodes: tuple[NodeView, ...]
     ends: frozenset[str]
+    copies: tuple[NodeView, ...]
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(n.name for n in self.nodes)
 
-    def outside(self, view: GraphView) -> list[Ref]:
-        """What it reads, constants apart."""
-        own = self.names
-        return [r for n in self.nodes for r in n.inputs if r[0] not in own and view[r[0]].op != "Const"]
+    @property
+    def outside(self) -> list[Ref]:
+        """What it reads."""
+        own = self.names.union(n.name for n in self.copies)
+        return [r for n in (*self.copies, *self.nodes) for r in n.inputs if r[0] not in own]
 
 
 def joined(source: graph_pb2.GraphDef, view: GraphView, keep: Iterable[str], run: Iterable[str],
@@ -82,10 +93,30 @@ def _guards(view: GraphView) -> Iterator[_Guard]:
     for cond, ends in guards(view):
         if all(found[name].is_root for name in cond.switches):
             own = cond.names | ends
-            yield _Guard(cond.predicate, tuple(n for n in view if n.name in own), frozenset(ends))
+            yield _guard(view, cond.predicate, [n for n in view if n.name in own], ends)
     for n in view:
         if n.op == "Assert" and found[n.name].is_root:
-            yield _Guard(n.inputs[0], (n,), frozenset({n.name}))
+            yield _guard(view, n.inputs[0], [n], {n.name})
+
+
+def _guard(view: GraphView, condition: Ref, nodes: list[NodeView], ends: set[str]) -> _Guard:
+    own = {n.name for n in nodes}
+    copies: dict[str, NodeView] = {}
+    _find_copies(view, [r[0] for n in nodes for r in n.inputs if r[0] not in own], copies)
+    return _Guard(condition, tuple(nodes), frozenset(ends), tuple(n for n in view if n.name in copies))
+
+
+def _find_copies(view: GraphView, names: Iterable[str], found: dict[str, NodeView]) -> None:
+    """Adds those of ``names``, and of what they read, that are constants or follow from shapes."""
+    for name in names:
+        n = view[name]
+        if n.op == "Const" or n.op in SHAPE_OPS:
+            found[name] = n
+        elif n.op in SYMBOLIC and name not in found:
+            sources = [src for src, _ in n.inputs]
+            _find_copies(view, sources, found)
+            if n.inputs and found.keys() >= set(sources):
+                found[name] = n
 
 
 def _may_move(view: GraphView, guard: _Guard, run: set[str]) -> bool:
@@ -98,7 +129,7 @@ def _may_move(view: GraphView, guard: _Guard, run: set[str]) -> bool:
             return False
         if name not in guard.ends and (name in run or not own.issuperset(view.control_consumers(name))):
             return False
-    return all(view.dtype(r) not in UNCOPIED for r in guard.outside(view)) and view.shape(guard.condition) == ()
+    return all(view.dtype(r) not in UNCOPIED for r in guard.outside) and view.shape(guard.condition) == ()
 
 
 def _without_cycles(view: GraphView, found: list[_Guard]) -> list[_Guard]:
@@ -108,7 +139,7 @@ def _without_cycles(view: GraphView, found: list[_Guard]) -> list[_Guard]:
     names: set[str] = set()
     after: set[str] = set()
     for guard in sorted(found, key=lambda g: max(place[name] for name in g.names)):
-        direct = {*(r[0] for r in guard.outside(view)), *_controls(view, guard)} - names
+        direct = {*(r[0] for r in guard.outside), *_controls(view, guard)} - names
         needs = _reached(direct, lambda name: (*(r[0] for r in view[name].inputs), *view[name].control_inputs))
         if needs.isdisjoint(after):
             kept.append(guard)
@@ -145,16 +176,14 @@ def _function(view: GraphView, found: Iterable[_Guard]) -> tuple[function_pb2.Fu
     """The nodes of assertions as a function of a condition, which it ignores, and of what they read."""
     fdef = function_pb2.FunctionDef()
     args: dict[Ref, str] = {}
-    constants: dict[str, NodeView] = {}
     fdef.signature.input_arg.add(name="holds", type=tf.bool.as_datatype_enum)
     inside = {name for guard in found for name in guard.names}
     for guard in found:
-        for ref in guard.outside(view):
+        for ref in guard.outside:
             args.setdefault(ref, f"arg_{len(args)}")
-        constants.update((r[0], view[r[0]]) for n in guard.nodes for r in n.inputs if view[r[0]].op == "Const")
     for ref, name in args.items():
         fdef.signature.input_arg.add(name=name, type=tf.as_dtype(view.dtype(ref)).as_datatype_enum)
-    nodes = {n: None for n in (*constants.values(), *(n for guard in found for n in guard.nodes))}
+    nodes = {n: None for guard in found for n in (*guard.copies, *guard.nodes)}
     for n in nodes:
         assert n.proto is not None
         controls = [f"^{c}" for c in n.control_inputs if c in inside]
