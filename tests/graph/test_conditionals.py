@@ -200,7 +200,8 @@ def test_assertions_do_not_cut_programs_apart(check, taken_apart):
 def test_what_has_effects_waits_for_assertions(check, taken_apart):
     graph = built(asserting(check, effect=True))
     view = GraphView(graph)
-    made = edits.asserts_aside(graph, view, ["check"], (ends for _, ends in conditionals.guards(view)))
+    ends = [e for _, e in conditionals.guards(view)]
+    made = edits.asserts_aside(graph, view, ["check"], ends)
     nodes = {n.name: n for n in made.node}
     assert "^check" in nodes["written"].input and not any("^check" in n.input for n in made.node if n.op == "Tanh")
-    assert edits.asserts_aside(graph, view, [], (ends for _, ends in conditionals.guards(view))) is graph  # only who waits for it runs it
+    assert edits.asserts_aside(graph, view, [], ends) is graph  # only who waits for it runs it
