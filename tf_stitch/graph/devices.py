@@ -74,7 +74,7 @@ def resolve(options: Options, devices: Iterable[str]) -> Options:
 def home(view: GraphView, n: NodeView) -> str:
     """The device of a node; where TensorFlow has no kernel for a GPU, and so put it on a CPU, that of a GPU near it.
 
-    A program may compute it there: products and splits of int32, images of uint8, maxima of int64 ...
+    A program may compute it there: products and splits of int32, images of uint8 ...
     """
     if not is_cpu(n.device) or has_gpu_kernel(n):
         return n.device
@@ -104,7 +104,7 @@ def _gpu_kernels(op: str) -> tuple[dict[str, frozenset[int]], ...]:
     """The element types that each of an op's kernels for a GPU takes, by the attr that names the type."""
     found = kernels.get_registered_kernels_for_op(op).kernel
     return tuple({c.name: frozenset(c.allowed_values.list.type) for c in k.constraint if c.allowed_values.list.type}
-                 for k in found if k.device_type == "GPU")
+                 for k in found if k.device_type in ("GPU", "DEFAULT"))
 
 
 def host_input(op: str, index: int, count: int) -> bool:
