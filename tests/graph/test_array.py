@@ -245,6 +245,8 @@ def test_blocks_and_matrices():
         *both(lambda t: tf.nn.space_to_depth(t, 2), x), *both(lambda t: tf.nn.depth_to_space(t, 2), x),
         *both(lambda t: tf.space_to_batch(t, [2, 3], [[1, 1], [0, 3]]), x),
         *both(lambda t: tf.batch_to_space(t, [2, 2], [[1, 0], [0, 2]]), ramp(8, 3, 4, 5), hide=[1, 2]),
+        *both(lambda t: raw.SpaceToBatch(input=t, paddings=[[1, 1], [0, 2]], block_size=2), x),
+        *both(lambda t: raw.BatchToSpace(input=t, crops=[[1, 0], [0, 2]], block_size=2), ramp(8, 3, 4, 5), hide=[1, 2]),
         *both(lambda t: tf.linalg.band_part(t, 1, 0), m), *both(lambda t: tf.linalg.band_part(t, -1, 2), m),
         *both(lambda t: raw.MatrixDiag(diagonal=t), m), *both(lambda t: tf.linalg.diag(t), m),
         *both(lambda t: raw.MatrixDiagPart(input=t), m), *both(lambda t: tf.linalg.diag_part(t), m),

@@ -501,6 +501,16 @@ def batch_to_space(c: Context, x: Node, block: np.ndarray, crops: np.ndarray) ->
     return c.b.slice(x, [0, *flat[::2], *([0] * len(rest))], [n, *counts, *rest])
 
 
+@lower("SpaceToBatch", values=(1,))
+def space_to_batch_2d(c: Context, x: Node, paddings: np.ndarray) -> Node:
+    return space_to_batch(c, x, np.full(2, int(c.attr("block_size"))), paddings)
+
+
+@lower("BatchToSpace", values=(1,))
+def batch_to_space_2d(c: Context, x: Node, crops: np.ndarray) -> Node:
+    return batch_to_space(c, x, np.full(2, int(c.attr("block_size"))), crops)
+
+
 # --- matrices --------------------------------------------------------------------------------------
 
 def _row_and_column(c: Context, rows: Dim, columns: Dim) -> tuple[Node, Node]:
