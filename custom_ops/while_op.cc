@@ -104,6 +104,11 @@ struct Step {
   bool is_fixed = false;  // reads nothing that turns change
 };
 
+// Turns write to no variable, so all of them read the same.
+bool ReadsVariable(const Node& node) {
+  return node.type_string() == "ReadVariableOp" || node.type_string() == "VariableShape";
+}
+
 // A loop's nodes in the order in which they run.  Values are numbered: first the variables, then what nodes give.
 class Turn {
  public:
@@ -183,7 +188,7 @@ absl::Status Turn::Append(const Node& node, const Numbers& numbers) {
                                                 node.properties(), graph_def_version_, &kernel));
   step.kernel.reset(kernel);
   TF_RETURN_IF_ERROR(ReadsOf(node, numbers, &step.reads));
-  step.is_fixed = !node.op_def().is_stateful();
+  step.is_fixed = !node.op_def().is_stateful() || ReadsVariable(node);
   for (const Read& r : step.reads) step.is_fixed &= fixed_[r.value];
   for (MemoryType memory : kernel->input_memory_types()) step.input_attributes.push_back(On(memory));
   for (MemoryType memory : kernel->output_memory_types()) step.output_attributes.push_back(On(memory));

@@ -85,7 +85,7 @@ def counted(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphVi
     the smaller bound instead; where both bounds are equal, the counter that is ahead.
     """
     edit = Edit(source, view)
-    for loop in loops_of(view):
+    for loop in loops_of(view, in_branches=True):
         if loop.tests is view:
             _compare_one(edit, loop, view)
     return edit.graph() if edit.instead else source
@@ -129,7 +129,7 @@ def _counted_function(view: GraphView, n: NodeView) -> function_pb2.FunctionDef 
 
 def _compare_one(edit: Edit, loop: Loop, outside: GraphView) -> None:
     """Puts one comparison in the place of two."""
-    both = loop.tests[_plain(loop.tests, loop, loop.test)[0]]
+    both = loop.tests[plain(loop.tests, loop, loop.test)[0]]
     tests = [loop.tests[ref[0]] for ref in both.inputs] if both.op == "LogicalAnd" else []
     if [(t.op, t.attr("T")) for t in tests] == [("Less", "int32")] * 2:
         test = _one_test(edit, loop, outside, *tests)
@@ -142,17 +142,17 @@ def _counter(loop: Loop, outside: GraphView, variable: Ref | None) -> tuple[int,
     if variable not in loop.next:
         return None
     start = outside.constant(loop.initial[variable])
-    add = loop.turns[_plain(loop.turns, loop, loop.next[variable])[0]]
+    add = loop.turns[plain(loop.turns, loop, loop.next[variable])[0]]
     if start is None or start.shape or add.op != "AddV2":
         return None
     for k in (0, 1):
         step = loop.turns.constant(add.inputs[k])
-        if step is not None and not step.shape and _plain(loop.turns, loop, add.inputs[1 - k]) == variable:
+        if step is not None and not step.shape and plain(loop.turns, loop, add.inputs[1 - k]) == variable:
             return int(start), int(step)
     return None
 
 
-def _plain(view: GraphView, loop: Loop, ref: Ref) -> Ref:
+def plain(view: GraphView, loop: Loop, ref: Ref) -> Ref:
     """The value of a turn or a condition that another one is a name of."""
     while True:
         if ref in loop.same:
@@ -183,7 +183,7 @@ def _bound(loop: Loop, ref: Ref) -> tuple[str, Ref]:
     """What a turn compares with: the value outside, where no turn changes it."""
     variable = loop.test_args.get(ref)
     if variable is not None and (variable not in loop.next
-                                 or _plain(loop.turns, loop, loop.next[variable]) == variable):
+                                 or plain(loop.turns, loop, loop.next[variable]) == variable):
         return "outside", loop.initial[variable]
     return "test", ref
 

@@ -8,7 +8,7 @@ and the body of a loop that stayed (:mod:`.loops`) become functions of its varia
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
@@ -16,8 +16,8 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from .control import CONTROL_FLOW, ENTER
 from .devices import is_cpu, is_gpu
 from .edits import Edit
-from .loops import BRANCHES, READS, Loop, loops_of
-from .view import FuncRef, GraphView, NodeView, Ref, may_have_effects, op_def
+from .loops import BRANCHES, READS, Loop, loops_of, plain
+from .view import PASS_THROUGH, FuncRef, GraphView, NodeView, Ref, may_have_effects, op_def
 
 OPS = {False: "StatelessStitchedWhile", True: "StitchedWhile"}  # by whether a turn sees effects of others
 PROGRAM = "StitchedProgram"
@@ -25,6 +25,7 @@ TURN_PREFIX = "tf_stitch_turn_"
 # Have a state of their own, whose order in a turn means nothing.
 RANDOM = frozenset({"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomGamma",
                     "RandomPoissonV2", "Multinomial", "RandomShuffle"})
+FREE = PASS_THROUGH | {"NoOp"}  # are not part of a turn
 HOST_TYPES = frozenset({"int32", "string", "resource"})  # TensorFlow keeps loops' variables of these on the host
 
 
@@ -58,7 +59,7 @@ def as_ops(source: graph_pb2.GraphDef, keep: Iterable[str], *, only_stitched: bo
 
 def _can_be_op(loop: Loop) -> bool:
     view = loop.turns
-    devices = {n.device for n in loop.body}
+    devices = {n.device for n in loop.body if n.op not in FREE}
     if len(devices) != 1 or not all(map(_can_be_run, loop.body)):
         return False
     device = devices.pop()
@@ -87,65 +88,66 @@ def _carries(view: GraphView, loop: Loop, variable: Ref) -> bool:
     """Whether a turn needs what the one before made of a variable: all but counters, lists and what never changes."""
     dtype = view.dtype(loop.initial[variable])
     counts = tf.as_dtype(dtype).is_integer and view.proven_shape(loop.initial[variable]) == ()
-    return dtype != "variant" and not counts and loop.next[variable] not in (variable, *(
-        name for name, of in loop.same.items() if of == variable))
+    return dtype != "variant" and not counts and plain(view, loop, loop.next[variable]) != variable
 
 
 def _put(edit: Edit, loop: Loop, made: dict[str, function_pb2.FunctionDef]) -> None:
     """Puts one node in a loop's place, and its functions into ``made``."""
     view = loop.turns
     constant = [ref for ref in loop.initial if view[ref[0]].op in ENTER and view[ref[0]].attr("is_constant")]
-    variables = [*loop.next, *constant]
-    names = {ref: f"variable_{i}" for i, ref in enumerate(variables)}
-    names.update((ref, names[of]) for ref, of in loop.same.items())
+    variables = {ref: i for i, ref in enumerate([*loop.next, *constant])}
     types = [view.dtype(loop.initial[ref]) for ref in variables]
-    cond = _function(view, names, types, [loop.test], ["bool"])
-    body = _function(view, names, types, [loop.next.get(ref, ref) for ref in variables], types)
+    cond = _function(loop, variables, types, [loop.test], ["bool"])
+    body = _function(loop, variables, types, [loop.next.get(ref, ref) for ref in variables], types)
     made.update((f.signature.name, f) for f in (cond, body))
-    device = loop.body[0].device
-    node = node_def_pb2.NodeDef(op=OPS[any(n.op in READS | RANDOM for n in loop.body)], device=device)
+    node = node_def_pb2.NodeDef(op=OPS[any(n.op in READS | RANDOM for n in loop.body)],
+                                device=next(n.device for n in loop.body if n.op not in FREE))
     node.attr["T"].list.type.extend(tf.as_dtype(t).as_datatype_enum for t in types)
     node.attr["cond"].func.name, node.attr["body"].func.name = cond.signature.name, body.signature.name
     exits = {of: ref for ref, of in loop.exits.items()}
     shapes = [view.proven_shape(exits.get(ref, loop.initial[ref])) for ref in variables]
     node.attr["output_shapes"].list.shape.extend(tf.TensorShape(s).as_proto() for s in shapes)
-    if is_gpu(device):
+    if is_gpu(node.device):
         host = [i for i, t in enumerate(types) if t in HOST_TYPES]
         for name in ("_input_hostmem", "_output_hostmem"):
             node.attr[name].list.i.extend(host)
     name = edit.add(node, f"{loop.name}/stitched", types, [loop.initial[ref] for ref in variables], loop.after)
     edit.waits.update(dict.fromkeys(loop.inside, (name,)))
-    edit.instead.update((ref, (name, variables.index(of))) for ref, of in loop.exits.items())
+    edit.instead.update((ref, (name, variables[of])) for ref, of in loop.exits.items())
 
 
-def _function(view: GraphView, args: Mapping[Ref, str], types: Iterable[str], results: Iterable[Ref],
+def _function(loop: Loop, variables: Mapping[Ref, int], types: Iterable[str], results: Sequence[Ref],
               result_types: Iterable[str]) -> function_pb2.FunctionDef:
     """What values of a turn are made of, as a function of the loop's variables; equal ones have one name."""
-    out = function_pb2.FunctionDef()
+    view, out = loop.turns, function_pb2.FunctionDef()
+
+    def text(ref: Ref) -> str:
+        ref = plain(view, loop, ref)
+        return f"variable_{variables[ref]}" if ref in variables else view.body_text(ref)
+
     for i, t in enumerate(types):
         out.signature.input_arg.add(name=f"variable_{i}", type=tf.as_dtype(t).as_datatype_enum)
-    results = list(results)
-    for n in _made_of(view, args, results):
+    for n in _made_of(loop, variables, results):
         node = out.node_def.add()
         assert n.proto is not None
         node.CopyFrom(n.proto)
         node.attr.pop("_class", None)
-        node.input[:] = [args.get(ref) or view.body_text(ref) for ref in n.inputs]
+        node.input[:] = map(text, n.inputs)
     for i, (ref, t) in enumerate(zip(results, result_types, strict=True)):
         out.signature.output_arg.add(name=f"next_{i}", type=tf.as_dtype(t).as_datatype_enum)
-        out.ret[f"next_{i}"] = args.get(ref) or view.body_text(ref)
+        out.ret[f"next_{i}"] = text(ref)
     digest = hashlib.sha256(out.SerializeToString(deterministic=True)).hexdigest()
     out.signature.name = TURN_PREFIX + digest[:20]
     return out
 
 
-def _made_of(view: GraphView, args: Mapping[Ref, str], results: Iterable[Ref]) -> Iterator[NodeView]:
-    """The nodes that values need, in the order of the graph."""
+def _made_of(loop: Loop, variables: Mapping[Ref, int], results: Iterable[Ref]) -> Iterator[NodeView]:
+    """The nodes that values of a turn need, in the order of the graph; not those that only hand on."""
     needed: set[str] = set()
-    stack = [ref for ref in results if ref not in args]
+    stack = list(results)
     while stack:
-        name = stack.pop()[0]
-        if name not in needed:
-            needed.add(name)
-            stack.extend(ref for ref in view[name].inputs if ref not in args)
-    return (n for n in view if n.name in needed)
+        ref = plain(loop.turns, loop, stack.pop())
+        if ref not in variables and ref[0] not in needed:
+            needed.add(ref[0])
+            stack.extend(loop.turns[ref[0]].inputs)
+    return (n for n in loop.turns if n.name in needed)
