@@ -26,8 +26,10 @@ TARGETS = {
     "absl/time/time.h": "@com_google_absl//absl/time",
     "openssl/curve25519.h": "@boringssl//:crypto",
     "tensorflow/core/common_runtime/device_mgr.h": f"{_CORE}:core_cpu",
+    "tensorflow/core/common_runtime/device_set.h": f"{_CORE}:core_cpu",
     "tensorflow/core/common_runtime/function_body.h": f"{_CORE}:core_cpu",
     "tensorflow/core/common_runtime/function_def_utils.h": f"{_CORE}:core_cpu",
+    "tensorflow/core/common_runtime/optimization_registry.h": f"{_CORE}:core_cpu",
     "tensorflow/core/framework/cancellation.h": f"{_CORE}:framework",
     "tensorflow/core/framework/device.h": f"{_CORE}:core_cpu",  # of framework_internal, which core_cpu depends on
     "tensorflow/core/framework/function.h": f"{_CORE}:framework",

@@ -153,9 +153,11 @@ absl::Status Turn::Make(const FunctionBody& cond, const FunctionBody& body, cons
     return absl::InvalidArgumentError("A StitchedWhile needs a condition and a body that take the loop's variables.");
   }
   for (size_t i = 0; i < variables.size(); ++i) {
-    const tensorflow::Edge* next = nullptr;
-    TF_RETURN_IF_ERROR(body.ret_nodes[i]->input_edge(0, &next));
-    AddValue(variables[i], next->src() == body.arg_nodes[i]);
+    const Node* next = body.ret_nodes[i];
+    do {
+      TF_RETURN_IF_ERROR(next->input_node(0, &next));
+    } while (next->IsIdentity());
+    AddValue(variables[i], next == body.arg_nodes[i]);
   }
   std::vector<Read> test;
   TF_RETURN_IF_ERROR(Append(cond, &test));
@@ -173,6 +175,12 @@ absl::Status Turn::Append(const FunctionBody& function, std::vector<Read>* resul
   tensorflow::GetReversePostOrder(*function.graph, &order, tensorflow::NodeComparatorName());
   for (const Node* node : order) {
     if (!node->IsOp() || node->IsArg() || node->IsRetval() || node->type_string() == "NoOp") continue;
+    if (node->IsIdentity()) {  // another name of what it reads
+      std::vector<Read> of;
+      TF_RETURN_IF_ERROR(ReadsOf(*node, numbers, &of));
+      numbers[node] = of[0].value;
+      continue;
+    }
     numbers[node] = memory_.size();
     TF_RETURN_IF_ERROR(Append(*node, numbers));
   }

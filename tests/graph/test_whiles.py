@@ -386,3 +386,80 @@ def test_an_endless_loop_can_be_cancelled(graphs):
     with pytest.raises(tf.errors.CancelledError):
         call(*counted(0))
     assert loops(graphs) == (1, 0)
+
+
+# --- models that were rewritten before ----------------------------------------------------------------------
+
+class Served(tf.Module):
+    """A model with a recurrent layer over sequences of any length."""
+
+    def __init__(self, layer):
+        self.layer, self.weights = layer, [w.value for w in layer.weights]
+        self.serve = tf.function(lambda x: {"y": self.layer(x)[0]}, input_signature=SEQUENCES)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A SavedModel, and its stitched copy."""
+    plain, stitched = (str(tmp_path_factory.mktemp("models") / name) for name in ("plain", "stitched"))
+    model = Served(recurrent("lstm", 5))
+    tf.saved_model.save(model, plain, signatures=model.serve)
+    tf_stitch.rewrite_saved_model(plain, stitched, target="host")
+    return plain, stitched
+
+
+def executed(folder: str, x) -> tuple[np.ndarray, list[str]]:
+    """A served model's answer, and the ops that TensorFlow ran for it."""
+    v1 = tf.compat.v1
+    with v1.Session(graph=tf.Graph()) as session:
+        signature = v1.saved_model.load(session, ["serve"], folder).signature_def["serving_default"]
+        trace = v1.RunMetadata()
+        y = session.run(signature.outputs["y"].name, {signature.inputs["x"].name: x},
+                        options=v1.RunOptions(trace_level=v1.RunOptions.FULL_TRACE), run_metadata=trace)
+    labels = [n.timeline_label for d in trace.step_stats.dev_stats for n in d.node_stats]
+    return y, [label.split(" = ")[-1].split("(")[0] for label in labels]
+
+
+@pytest.mark.parametrize("turns", [1, 9])
+def test_a_served_models_loop_is_one_op(folders, turns):
+    x = x_of(3, turns, 6).numpy()
+    (want, plain), (got, ops) = (executed(folder, x) for folder in folders)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    assert "LoopCond" in plain and "LoopCond" not in ops
+    assert sum(op in WHILES for op in ops) == 1
+
+
+def test_a_loaded_model_can_be_differentiated(folders):
+    x, found = x_of(2, 4, 6), []
+    for folder in folders:
+        loaded = tf.saved_model.load(folder)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(loaded.signatures["serving_default"](x=x)["y"] ** 2)
+        found.append(tape.gradient(loss, x))
+    same(found[1], found[0], 1e-4)
+
+
+@pytest.mark.parametrize("coalesce", [False, True])
+def test_a_session_serves_sequences_of_several_lengths_at_once(folders, coalesce):
+    plain = tf.saved_model.load(folders[0]).signatures["serving_default"]
+    inputs = [x_of(2, t, 6, seed=t).numpy() for t in range(1, 17)]
+    with tf_stitch.StitchSession(coalesce=coalesce, threads=4, reserve=1) as session:
+        session.add("a", folders[1])
+        session.add("b", folders[1])
+        answers = [session.submit(name, {"x": x}) for x in inputs for name in ("a", "b")]
+        for k, answer in enumerate(answers):
+            want = plain(x=tf.constant(inputs[k // 2]))["y"]
+            np.testing.assert_allclose(answer.result(60)["y"], want, rtol=2e-5, atol=2e-5)
+
+
+def test_what_is_marked(folders):
+    """Loops with branches, effects or independent turns are left as they were."""
+    from tf_stitch.graph.rewriter import rewrite
+
+    for fn, marked in ((nested, [True, False]), (branching, [False]), (independent, [False])):
+        function = tf.function(fn, input_signature=LOOP).get_concrete_function()
+        out, _ = rewrite(function.graph.as_graph_def(), tf_stitch.Options(target="host"))
+        nodes = [*out.node, *(n for f in out.library.function for n in f.node_def)]
+        found = [whiles.MARK in n.attr for n in nodes if n.op in ("While", "StatelessWhile")]
+        assert sorted(found) == sorted(marked), fn.__name__

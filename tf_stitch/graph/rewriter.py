@@ -120,6 +120,9 @@ def rewrite(graph_def: graph_pb2.GraphDef, options: Options | None = None, *, fu
                 out.library.function.append(fallback)
                 functions_out[fallback.signature.name] = out.library.function[-1]
     if any(place.jobs for place in places):
+        for place in places:
+            if place.view is not None and place.why_untouched is None and only is None:
+                whiles.mark(functions_out.get(place.name, out), out.library, place.options.on_gpu)
         ends = _ends(GraphView(graph_def)) if keep_ends else frozenset()
         out = whiles.as_ops(out, {*options.keep, *run, *ends}, only_stitched=only is not None)
     reports = [p.report() for p in places if p.why_untouched != _IS_FALLBACK]

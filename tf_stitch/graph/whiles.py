@@ -16,12 +16,13 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from .control import CONTROL_FLOW, ENTER
 from .devices import is_cpu, is_gpu
 from .edits import Edit
-from .loops import BRANCHES, READS, Loop, loops_of, plain
+from .loops import BRANCHES, READS, WHILES, Loop, loops_of, plain
 from .view import PASS_THROUGH, FuncRef, GraphView, NodeView, Ref, may_have_effects, op_def
 
 OPS = {False: "StatelessStitchedWhile", True: "StitchedWhile"}  # by whether a turn sees effects of others
 PROGRAM = "StitchedProgram"
 TURN_PREFIX = "tf_stitch_turn_"
+MARK = "_tf_stitch_turns"  # as custom_ops/while_pass.cc has it
 # Have a state of their own, whose order in a turn means nothing.
 RANDOM = frozenset({"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomGamma",
                     "RandomPoissonV2", "Multinomial", "RandomShuffle"})
@@ -47,7 +48,7 @@ def as_ops(source: graph_pb2.GraphDef, keep: Iterable[str], *, only_stitched: bo
     made: dict[str, function_pb2.FunctionDef] = {}
     for loop in loops_of(view, in_branches=True):
         wanted = not only_stitched or any(n.op == PROGRAM for n in loop.body)
-        if wanted and loop.turns is view and keep.isdisjoint(loop.inside) and _can_be_op(loop):
+        if wanted and loop.turns is view and keep.isdisjoint(loop.inside) and _can_be_op(view, loop):
             _put(edit, loop, made)
     if not edit.waits:
         return source
@@ -57,17 +58,33 @@ def as_ops(source: graph_pb2.GraphDef, keep: Iterable[str], *, only_stitched: bo
     return out
 
 
-def _can_be_op(loop: Loop) -> bool:
-    view = loop.turns
+def mark(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: function_pb2.FunctionDefLibrary,
+         on_gpu: bool) -> None:
+    """Marks the While nodes of a rewritten graph that can be run so, in place.
+
+    They stay While nodes, as those who load the model may differentiate them; the op library puts StitchedWhile nodes
+    in their places when a graph is made ready to run (custom_ops/while_pass.cc).
+    """
+    nodes = {n.name: n for n in (source.node_def if isinstance(source, function_pb2.FunctionDef) else source.node)}
+    if not any(n.op in WHILES for n in nodes.values()):
+        return
+    view = GraphView(source, library)
+    for loop in loops_of(view):
+        runs = loop.turns is not view and all(_can_be_run(n) for n in (*loop.body, *loop.tests) if not n.is_arg)
+        if runs and (on_gpu or any(_carries(view, loop, v) for v in loop.next)):
+            nodes[loop.name].attr[MARK].b = True
+
+
+def _can_be_op(view: GraphView, loop: Loop) -> bool:
+    """Whether the loop of a frame can be an op."""
     devices = {n.device for n in loop.body if n.op not in FREE}
     if len(devices) != 1 or not all(map(_can_be_run, loop.body)):
         return False
     device = devices.pop()
     if not is_cpu(device) and not is_gpu(device):  # whether there are kernels is not known
         return False
-    enters = [(n.name, 0) for n in view if n.op in ENTER and n.name in loop.inside]
-    if any(not view[name].attr("is_constant") and any(view[r].op != "Merge" for r in view.readers(name))
-           for name, _ in enters):
+    enters = [n for n in view if n.op in ENTER and n.name in loop.inside and not n.attr("is_constant")]
+    if any(view[reader].op != "Merge" for n in enters for reader in view.readers(n.name)):
         return False
     return is_gpu(device) or any(_carries(view, loop, v) for v in loop.next)
 
@@ -84,11 +101,11 @@ def _can_be_run(n: NodeView) -> bool:
         a.is_ref for a in (*signature.input_arg, *signature.output_arg))
 
 
-def _carries(view: GraphView, loop: Loop, variable: Ref) -> bool:
+def _carries(outside: GraphView, loop: Loop, variable: Ref) -> bool:
     """Whether a turn needs what the one before made of a variable: all but counters, lists and what never changes."""
-    dtype = view.dtype(loop.initial[variable])
-    counts = tf.as_dtype(dtype).is_integer and view.proven_shape(loop.initial[variable]) == ()
-    return dtype != "variant" and not counts and plain(view, loop, loop.next[variable]) != variable
+    dtype = outside.dtype(loop.initial[variable])
+    counts = tf.as_dtype(dtype).is_integer and outside.proven_shape(loop.initial[variable]) == ()
+    return dtype != "variant" and not counts and plain(loop.turns, loop, loop.next[variable]) != variable
 
 
 def _put(edit: Edit, loop: Loop, made: dict[str, function_pb2.FunctionDef]) -> None:
