@@ -6,7 +6,7 @@ no unit: every group that reads one computes its own copy, so they never cross a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ..ir.graph import Graph, Node, topological
 from ..schedule.group import Group
@@ -156,17 +156,35 @@ class Partition:
     def let_float(self, nodes: Iterable[Node]) -> None:
         """Takes nodes out of their units: from now on every reader computes them for itself."""
         nodes = set(nodes)
+        readers = self._readers_of(nodes) | nodes
+        before = {n: self.sources(n) for n in readers}
         for u in {self.owner[n] for n in nodes}:
             self.replace(u, [left] if (left := u.nodes - nodes) else [])
         for n in nodes:
             del self.owner[n]
         self.floating |= nodes
-        self._connect()
+        self._reconnect(nodes, before)
+
+    def _reconnect(self, floating: set[Node], before: Mapping[Node, tuple[Node, ...]]) -> None:
+        """Data flow after some nodes began to float; ``before`` has the sources of these and of all their readers."""
+        for n in before:
+            del self._sources[n]
+        touched = set(before)
+        for n, old in before.items():
+            new = self.sources(n) if n in self.owner else ()
+            for s in {*old, *new} & self.users.keys():
+                self.users[s] = self.users[s] | {n} if s in new else self.users[s] - {n}
+            touched.update(old, new)
+        for n in floating:
+            del self.users[n]
+        for u in {self.owner[n] for n in touched if n in self.owner}:
+            self._reads.pop(u, None)
+            self._feeds.pop(u, None)
 
     def state(self) -> tuple:
         """What :meth:`restore` needs to come back to this partition."""
-        return (set(self.floating), dict(self.owner), set(self.units), self._sources, self.users, self._reads,
-                self._feeds)
+        return (set(self.floating), dict(self.owner), set(self.units), dict(self._sources), dict(self.users),
+                dict(self._reads), dict(self._feeds))
 
     def restore(self, state: tuple) -> None:
         """Comes back to an earlier partition."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from .. import schedule
 from ..errors import Unschedulable
 from ..ir import dims as D
 from ..ir.dims import Dim
-from ..ir.graph import Graph, Node, topological, view_source
+from ..ir.graph import Graph, Node, Shape, topological, view_source
 from ..ir.ops import CHEAP, OPS
 from ..schedule.build import is_long
 from ..schedule.group import Group
@@ -42,7 +43,8 @@ SLACK = 1.15  # how much more computing a union of many units may do than the un
 MOST_PRODUCTS = 12  # in one kernel: each is a text of its own, and compilers take long over long functions
 MOST_OUTPUTS = 32  # of a GPU's kernel: one of the new values of many variables would take minutes to find
 MOST_READERS = 32  # that join what they read one by one, each with a schedule of all before it; others join by layer
-RUN = 16  # units of a layer that are merged one by one
+MOST_REFUSALS = 16  # of a unit, after which no other one asks it: each has a schedule made of all that it holds
+RUN = 16  # units alike, or of a layer, that are taken one by one
 MOST_BESIDE = 3  # library calls that another is moved beside: values that wait long take memory
 COPY_NODES = 8  # the longest cheap chain that several groups may each compute for themselves
 COPY_BYTES = 1 << 14  # a smaller value costs next to nothing to hand over
@@ -149,6 +151,8 @@ class Planner:
         nodes = graph.nodes()
         self.model = cost.CostModel(target.name, cost.environments(d for n in nodes for d in n.shape))
         self.tried: dict[frozenset[Node], Planned | None] = {}
+        self.refused: set[Hashable] = set()  # kinds of pairs that do not pay: what one of them is refused, all are
+        self.refusals: Counter[Unit] = Counter()  # by the unit that others asked
         self.uses_library = library.has_library(target)
         self.behind: dict[Node, int] | None = None
         self.inlined: dict[Node, bool] = {}
@@ -338,15 +342,15 @@ class Planner:
         """Grows groups from the roots of a region along producers until nothing more can join."""
         alive = set(region)
         settled: set[Unit] = set()
-        layers = self._layers(alive)
-        while True:
-            seed = next((u for layer in layers for u in layer if u not in settled), None)
-            if seed is None:
-                return
-            grown = self.grow_one(seed, alive)
-            settled.add(grown)
-            if grown is not seed:
-                layers = self._layers(alive)
+        while layer := self._next_layer(alive, settled):
+            for seed in layer:
+                if seed in alive:
+                    settled.add(self.grow_one(seed, alive))
+
+    def _next_layer(self, alive: set[Unit], settled: set[Unit]) -> list[Unit]:
+        """What is not settled of the first layer where anything is not."""
+        layers = ([u for u in layer if u not in settled] for layer in self._layers(alive))
+        return next(filter(None, layers), [])
 
     def _layers(self, units: set[Unit]) -> list[list[Unit]]:
         """The layers of some units, roots first."""
@@ -383,7 +387,8 @@ class Planner:
         behind = self.behind_library(unit)
         while stack:
             for u in self.parts.producers(stack.pop()):
-                if u in alive and u not in found and u not in refused and not (behind and behind & self.bits(u)):
+                if u in alive and u not in found and u not in refused and self.refusals[u] < MOST_REFUSALS \
+                        and not (behind and behind & self.bits(u)):
                     found.add(u)
                     stack.append(u)
         if len(found) < 2:
@@ -450,12 +455,38 @@ class Planner:
 
     def try_merge(self, unit: Unit, producer: Unit, refused: set[Unit]) -> Unit | None:
         both = frozenset((unit, producer))
-        if self.parts.makes_cycle(both):
-            return None  # may become possible once what lies between has joined
-        if len(self.parts.written(producer.nodes)) > MOST_READERS or not self.pays(both):
-            refused.add(producer)
+        kind = self.kind_of_pair(unit, producer)
+        if kind not in self.refused:
+            if self.parts.makes_cycle(both):
+                return None  # may become possible once what lies between has joined
+            if len(self.parts.written(producer.nodes)) <= MOST_READERS and self.pays(both):
+                return self.parts.contract(both)
+        self._refuse(kind, [producer])
+        refused.add(producer)
+        return None
+
+    def _refuse(self, kind: Hashable | None, units: Iterable[Unit]) -> None:
+        """Remembers what did not pay, and with which units."""
+        self.refusals.update(units)
+        if kind is not None:
+            self.refused.add(kind)
+
+    def kind(self, unit: Unit) -> int | None:
+        """Equal for units alike; None where it is not known which are."""
+        planned = self.candidate(unit.nodes) if self.alike else None
+        return None if planned is None or isinstance(planned.scheduled, LibraryCall) else id(planned.like or planned)
+
+    def kind_of_pair(self, unit: Unit, producer: Unit) -> Hashable | None:
+        """Equal for pairs of units alike that hand over values alike and share inputs alike."""
+        kinds = self.kind(unit), self.kind(producer)
+        if None in kinds:
             return None
-        return self.parts.contract(both)
+        parts = self.parts
+        mine = parts.reads(unit)
+        handed = [(*_looks(n), parts.users[n] <= unit.nodes | producer.nodes, n in parts.required)
+                  for n in mine & producer.nodes]
+        shared = [_looks(n) for n in mine & parts.reads(producer)]
+        return *kinds, frozenset(Counter(handed).items()), frozenset(Counter(shared).items())
 
     def split_unschedulable(self) -> None:
         """Takes apart a unit that has no schedule (only chains joined without asking can be one)."""
@@ -466,13 +497,31 @@ class Planner:
 
     def copy_cheap_values(self) -> None:
         """Lets readers compute cheap values themselves where that beats writing and reading them."""
+        self.tried = {u.nodes: self.candidate(u.nodes) for u in self.parts.units}  # others will not be what they were
+        self.refusals.clear()  # those were of readers
         for u in reversed(self.parts.in_order()):
             if u not in self.parts.units or self.alone(u) or self._is_product(u) \
-                    or (self._copyable(u) and self.try_copies(u.nodes)):
+                    or (self._copyable(u) and (self._copy_alike(u) or self.try_copies(u.nodes))):
                 continue
             for v in self.parts.written(u.nodes):
                 if v in self.parts.owner and v not in self.parts.required and self._worth_a_copy(v):
                     self.try_copies(self._chain(v))
+
+    def _copy_alike(self, unit: Unit) -> bool:
+        """Lets the reader of many values alike compute all of them, rather than ask for one after the other."""
+        readers = self.parts.consumers(unit)
+        widest = max(readers, key=lambda r: (len(r.nodes), r.id), default=unit)
+        if len(self.parts.reads(widest)) <= RUN:
+            return False
+        kind = widest, self.kind_of_copies(unit.nodes, readers)
+        if None in kind or kind in self.refused:
+            return False
+        alike = [u for u in self.parts.producers(widest) if not self.alone(u) and self._copyable(u)
+                 and kind[1] == self.kind_of_copies(u.nodes, self.parts.consumers(u))]
+        if len(alike) > RUN and self.try_copies(frozenset().union(*(u.nodes for u in alike))):
+            return True
+        self.refused.add(kind)
+        return False
 
     def _copyable(self, unit: Unit) -> bool:
         """Nothing in it must be written, and computing it again is cheap or tiny."""
@@ -503,17 +552,28 @@ class Planner:
         around = parts.around(nodes)
         if any(self.alone(u) for u in around) or not any(parts.consumers(parts.owner[n]) for n in nodes):
             return False
-        before, state, tried = math.fsum(self.planned(u.nodes).ns for u in around), parts.state(), dict(self.tried)
+        readers = {parts.owner[r] for n in nodes for r in parts.users[n]} - {parts.owner[n] for n in nodes}
+        kind = self.kind_of_copies(nodes, readers)
+        if kind in self.refused or any(self.refusals[u] >= MOST_REFUSALS for u in readers):
+            return False
+        before, state, tried = math.fsum(self.planned(u.nodes).ns for u in around), parts.state(), self.tried
         parts.let_float(nodes)
         near = parts.around(nodes)
-        stale = frozenset().union(*(u.nodes for u in near), nodes)
-        self.tried = {k: v for k, v in tried.items() if k.isdisjoint(stale)}
+        stale = {u.nodes for u in (*around, *near)}
+        self.tried = {k: v for k, v in tried.items() if k not in stale}
         after = [self.candidate(u.nodes) for u in near]
         if all(after) and math.fsum(a.ns for a in after if a) < before:
             return True
         parts.restore(state)
         self.tried = tried
+        self._refuse(kind, readers)
         return False
+
+    def kind_of_copies(self, nodes: frozenset[Node], readers: Iterable[Unit]) -> Hashable | None:
+        """Equal for values alike that as many units of each kind read."""
+        kinds = Counter(map(self.kind, readers))
+        return None if self.alike is None or None in kinds else (self.alike.key(self.parts.group(nodes)),
+                                                                 frozenset(kinds.items()))
 
     def merge_layers(self) -> None:
         """Merges independent groups of one layer into multi-output kernels; the same blocks go together first."""
@@ -566,6 +626,10 @@ class Planner:
             if not self.parts.makes_cycle(both) and self.pays(both):
                 kept = self.parts.contract(both)
         return kept
+
+
+def _looks(node: Node) -> tuple[Shape, str]:
+    return node.shape, node.dtype
 
 
 def _cheap(node: Node) -> bool:

@@ -1,6 +1,7 @@
 """The schedule that one tile of one output implies: boxes, stages, shared memory and an estimate of time."""
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -163,22 +164,19 @@ class Attempt:
             if self._has_room(made.size):
                 return made
         many = 1 if self.target.is_host else max(len(droppable) // DROPS, 1)
-        kept = set(self.kept)
-        self.kept.difference_update(droppable)
-        least = self._in_memory()  # first, as it decides for many groups that there is no way
-        if not self._has_room(least.size):
-            raise self._no_room(least.size)
-        if len(droppable) <= many:
-            return least
-        self.kept = kept
-        while True:
-            self.kept.difference_update(droppable[:many])
-            del droppable[:many]
-            made = self._in_memory()
-            if self._has_room(made.size):
-                return made
-            if not droppable:
-                raise self._no_room(made.size)
+        kept = frozenset(self.kept)
+
+        def without(count: int) -> _InMemory:
+            self.kept = set(kept.difference(droppable[:count]))
+            return self._in_memory()
+
+        made = without(len(droppable))  # first, as it decides for many groups that there is no way
+        if not self._has_room(made.size):
+            raise self._no_room(made.size)
+        counts = [*range(many, len(droppable), many), len(droppable)]
+        fewest = bisect.bisect_left(counts, True, hi=max(len(counts) - 1, 0),
+                                    key=lambda count: self._has_room(without(count).size))
+        return without(counts[fewest]) if len(counts) > 1 else made
 
     def _no_room(self, size: Dim) -> Unschedulable:
         name = self.outputs[0].origin or self.outputs[0].op

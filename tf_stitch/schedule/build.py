@@ -147,14 +147,14 @@ def _given(group: Group) -> set[Node]:
 
 def _join_readers(group: Group, find: Callable[[Node], Node], parent: dict[Node, Node]) -> None:
     """Outputs of one shape that read a common input share blocks: the input is loaded once."""
-    readers: dict[Node, list[Node]] = {}
+    readers: dict[Node, list[Node]] = {x: [] for x in group.inputs if x.rank}
     for n in group.nodes:
         for x in n.inputs:
-            if x in group.inputs and x.rank:
-                readers.setdefault(x, []).append(n)
+            if x in readers:
+                readers[x].append(n)
+    shapes = {find(o): o.shape for o in group.outputs}  # only sets of one shape are joined
     for found in readers.values():
         first: dict[Shape, Node] = {}
-        shapes = {find(o): o.shape for o in group.outputs}
         for n in found:
             root = find(n)
             if root in shapes:

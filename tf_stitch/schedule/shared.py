@@ -7,6 +7,7 @@ nothing; on a GPU, a slot of a size that has a bound gets room for the most.
 """
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Collection, Mapping, Sequence
 
@@ -43,7 +44,7 @@ def plan_shared(stages: Sequence[Stage], boxes: Mapping[Node, Box],
             continue
         size = _align(size)
         offset = _first_fit(placed, size, first, last)
-        placed.append((offset, size, first, last))
+        bisect.insort(placed, (offset, size, first, last))
         slots[n] = Slot(offset, boxes[n], room, n.dtype)
         top = max(top, offset + size)
     total: Dim = top
@@ -88,13 +89,13 @@ def _hull(a: tuple[int, int], b: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _first_fit(placed: Sequence[tuple[int, int, int, int]], size: int, first: int, last: int) -> int:
-    """The lowest offset that no value alive at the same time covers."""
-    busy = sorted((o, b) for o, b, f, l in placed if f <= last and first <= l)
+    """The lowest offset that no value alive at the same time covers; ``placed`` is in order."""
     offset = 0
-    for o, b in busy:
-        if offset + size <= o:
-            break
-        offset = max(offset, o + b)
+    for o, b, f, l in placed:
+        if f <= last and first <= l:
+            if offset + size <= o:
+                break
+            offset = max(offset, o + b)
     return offset
 
 

@@ -190,8 +190,8 @@ class Storage:
             work = self._weight_to_kept(n)
             return work >= 12, len(self.users[n]), work
 
-        free = [n for n in self.nodes
-                if n in self.kept and n not in self.outputs | self.tall | self.nested and n.op not in HEAVY]
+        bound = self.outputs | self.tall | self.nested
+        free = [n for n in self.nodes if n in self.kept and n not in bound and n.op not in HEAVY]
         return sorted(free, key=order)
 
     def order(self) -> list[Node]:
