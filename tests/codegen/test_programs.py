@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -90,6 +91,29 @@ def test_random_graphs(meaning):
                 assert_matches(case, found[1], host.run(program, inputs, EACH), slack=2.0)
                 compared += 1
     assert compared > len(cases)
+
+
+def depthwise(batch, size, channels, window, stride, padding) -> Graph:
+    """A depthwise convolution, and a pool of its image."""
+    b = Builder()
+    x, w = b.param((batch, *size, channels), "float32", "x"), b.param((window, window, 1, channels), "float32", "w")
+    y = b.conv(x, w, [stride, stride], [padding, padding], [1, 1], channels)
+    return b.finish([y, b.window("max", x, [2, 2], [2, 2], [(0, 0), (0, 0)])], "depthwise")
+
+
+@pytest.mark.parametrize("meaning", MEANINGS)
+def test_windows_side_by_side(meaning):
+    """Threads that fold several windows at a time: all of a row, of a column, a part of them, or one."""
+    graphs = [depthwise(*case) for case in (
+        (None, (7, 7), 64, 5, 1, (2, 2)), (3, (14, 14), 40, 5, 1, (2, 2)), (2, (12, 28), 16, 3, 2, (0, 1)),
+        (9, (28, 9), 33, 3, 1, (1, 1)), (2, (9, 5), 5, 3, 1, (0, 0)), (40, (14, 2), 8, 3, 1, (1, 1)))]
+    found = programs(graphs, meaning)
+    counts = {int(n) for p in found for n in re.findall(r"TS_EACH\(u, (\d+)\)", p.text)}
+    assert {1, 7} <= counts
+    for graph, program in zip(graphs, found, strict=True):
+        for batch in (1, 2, 19) if graph.symbols else (1,):
+            inputs = drawn(graph, dict.fromkeys(graph.symbols, batch), 3)
+            agrees(graph, program, inputs, f"{graph.params[0].shape}, {batch}")
 
 
 def attention(batch=None, length=40, width=32, dtype="float32") -> Graph:

@@ -98,7 +98,7 @@ def _positions(e: StageEmitter, x: Node, place: Index) -> Index:
     return tuple(p if isinstance(p, int) else e.index_variable(e.dim(p), x.shape[d + 1]) for d, p in enumerate(place))
 
 
-def _conv(e: StageEmitter, node: Node, index: Index) -> str:
+def _conv(e: StageEmitter, node: Node, index: Index) -> str | Product:
     x, filt = node.inputs
     spatial = x.rank - 2
     attrs = node.attrs
@@ -110,14 +110,15 @@ def _conv(e: StageEmitter, node: Node, index: Index) -> str:
     per_group = filt.shape[-1] // attrs["groups"]
     first = D.floordiv(out, per_group) * filt.shape[-2] if attrs["groups"] > 1 else 0
 
-    def make(at: Index) -> str:
-        a = evaluate(e, x, (index[0], *at, first + channel))
-        return _product(e, node.dtype, a, evaluate(e, filt, (*kernel, channel, out)))
+    def factors(at: Index) -> tuple[str, str]:
+        return evaluate(e, x, (index[0], *at, first + channel)), evaluate(e, filt, (*kernel, channel, out))
 
-    if conditions and _may_read_ahead(e, x, filt):
-        value = make(_nearest(e, x, place))
-        return f"ts_pick<{compute_type(node.dtype)}>({' && '.join(conditions)}, {value}, 0)"
-    return _guarded(e, node.dtype, "0", conditions, lambda: make(_positions(e, x, place) if conditions else place))
+    def make() -> str:
+        return _product(e, node.dtype, *factors(_positions(e, x, place) if conditions else place))
+
+    if DTYPES[node.dtype].is_float and _may_read_ahead(e, x, filt):
+        return Product(*factors(_nearest(e, x, place)), " && ".join(conditions))
+    return _guarded(e, node.dtype, "0", conditions, make)
 
 
 def _conv_filter(e: StageEmitter, node: Node, index: Index) -> str:

@@ -14,10 +14,11 @@ from .text import compute_type, literal
 
 @dataclass(frozen=True)
 class Product:
-    """Two float factors: a sum takes their product with one rounding, as matrix products do."""
+    """Two float factors: a sum takes their product with one rounding, as matrix products do, ``when`` that holds."""
 
     a: str
     b: str
+    when: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Fold:
     def step(self, acc: str, value: str | Product) -> str:
         """The statement that takes a value (or joins a partial result) into ``acc``."""
         if isinstance(value, Product):
-            return f"{acc} = ts_fma_({value.a}, {value.b}, {acc});"
+            taken = f"ts_fma_({value.a}, {value.b}, {acc})"
+            return f"{acc} = {f'ts_pick<{self.type}>({value.when}, {taken}, {acc})' if value.when else taken};"
         if self.op in ("sum", "prod"):
             value = value if DTYPES[self.dtype].is_float else f"{self.type}({value})"
             return f"{acc} {'+' if self.op == 'sum' else '*'}= {value};"

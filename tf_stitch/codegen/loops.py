@@ -25,6 +25,7 @@ from ..schedule.products import have_products
 from ..schedule.rules import VIEWS, Index
 from ..schedule.storage import HEAVY
 from ..schedule.tile import guess, largest, power_of_two
+from ..schedule.windows import are_windows, neighbours
 from . import contract, tiles
 from .folds import Fold
 from .runs import Runs
@@ -523,6 +524,9 @@ class Loops:
         if self._splits(rows, folded, items):
             self._fold_split(items, folded)
             return
+        if self._is_window(folded):
+            self._fold_window(items, rows, folded)
+            return
         with self.rows(rows, self.lanes), self._strip() as (span, slot):
             for _, fold, acc in items:
                 self._lane_array(fold.type, acc, fold.start, span, slot)
@@ -554,6 +558,58 @@ class Loops:
             with self.scopes.block(f"TS_ROWS0({self.lanes})"), self.lane_loop("", span):
                 for item, fold, acc in items:
                     self._store_fold(item, fold, fold.result(f"{acc}[{slot}]", lane=True))
+
+    def _is_window(self, folded: list[int]) -> bool:
+        """True for a GPU's stage whose items fold a few known places, all of which a thread should load at once."""
+        return bool(folded) and all(are_windows([i.node], self.e.kernel.target) for i in self.stage.items)
+
+    def _fold_window(self, items: Sequence[tuple[Item, Fold, str]], rows: list[int], folded: list[int]) -> None:
+        """Each thread folds the windows of some neighbours at a time: what they share is loaded once."""
+        outer, along = rows[:-1], rows[-1] if rows else None
+        many = self._neighbours(rows)
+        with self._neighbour_rows(outer, along, many), self._strip() as (span, slot):
+            for _, fold, acc in items:
+                self.scopes.line(f"{fold.type} {acc}[{many}][TS_STRIP_ROOM({self.lanes})];")
+                with self.lane_loop("", span):
+                    self.scopes.line(f"TS_EACH(u, {many}) {acc}[u][{slot}] = {fold.start};")
+            with ExitStack() as stack:
+                for d in folded:
+                    stack.enter_context(self.serial(d, f"TS_EACH({self._name(d)}, {self.box[d][1]})"))
+                stack.enter_context(self.lane_loop("", span, all_lanes=True))
+                stack.enter_context(self._each_neighbour(along, many))
+                for item, fold, acc in items:
+                    value = contract.value(self.e, item.node, self.index)
+                    self.scopes.line(fold.step_lane(f"{acc}[u][{slot}]", value))
+            with self.lane_loop("", span), self._each_neighbour(along, many):
+                for item, fold, acc in items:
+                    self._store_fold(item, fold, fold.result(f"{acc}[u][{slot}]", lane=True))
+
+    def _neighbours(self, rows: list[int]) -> int:
+        """How many windows, side by side in the last one of these dims, a thread folds at a time."""
+        if not rows:
+            return 1
+        count = largest(D.product(self.box[d][1] for d in rows))
+        return neighbours(self.box[rows[-1]][1], count, self.lanes, self.e.kernel.target.threads)
+
+    @contextmanager
+    def _neighbour_rows(self, outer: list[int], along: int | None, many: int) -> Iterator[None]:
+        """Loops over rows, shared out over groups of threads: those of the dim ``along`` come in groups of ``many``."""
+        heads = [self._range(d) for d in outer]
+        if along is not None:
+            extent = self.box[along][1]
+            heads.append(f"w, 0, {self.e.factor(extent) if many == 1 else D.static(extent) // many}")
+        header = f"TS_ROWS{len(heads)}({', '.join([*heads, str(self.lanes)])})"
+        with self.scopes.block(header, tuple(f"ts_i{d}" for d in outer)):
+            yield
+
+    @contextmanager
+    def _each_neighbour(self, along: int | None, many: int) -> Iterator[None]:
+        """A loop over the rows of a group, u being a row's place in it."""
+        with self.scopes.block(f"TS_EACH(u, {many})", () if along is None else (f"ts_i{along}",)):
+            if along is not None:
+                start = self.e.factor(self.box[along][0])
+                self.scopes.line(f"const ts_idx {self._name(along)} = {start} + w * {many} + u;")
+            yield
 
     def _fold_last(self, items: Sequence[tuple[Item, Fold, str]], d: int, span: str, slot: str) -> None:
         off, ext = self.box[d]

@@ -25,6 +25,7 @@ PARTIAL_READS = frozenset({"slice", "gather", "gather_nd"})  # touch only what t
 NOMINAL_CORES = {"host": (2, 8, 64), "cuda": (132,)}
 WIDE = 2  # times as much a block loads in a turn of wide accesses
 BLOCKS_TOGETHER = 8  # on a core of a GPU
+KNOWN = frozenset({"dot", "conv", "window"})  # what schedules know the time of where a block has it
 TILE = 64  # rows, and columns, of what a library's block computes of a product
 
 
@@ -57,7 +58,7 @@ MACHINES = {
     "cuda": Machine(launch=2000, core_bandwidth=35, total_bandwidth=4000, cache_bandwidth=60,
                     cache_bytes=20 << 20, op_time={0: 0.005, CHEAP: 0.01, EXPENSIVE: 0.08, COSTLY: 0.4},
                     product_time=0.012, blocks_share=False, turn=1024, turn_ns=200, library_launch=3500,
-                    library_rate=15000, library_bandwidth=2000, split=7500, split_inner=256),
+                    library_rate=130000, library_bandwidth=2400, split=7500, split_inner=256),
 }
 
 
@@ -142,7 +143,7 @@ def part_loads(part: Any, inputs: Sequence[Node], machine: Machine, env: Mapping
     stop = part.kept | set(inputs)
     work: dict[int, float] = {blocks: 0.0}  # by how many blocks share it
     serial = 0.0
-    apart = part.product_ns(env) if part.product_ns else 0.0  # what a block's products take, when the schedule knows
+    apart = part.block_ns(env) if part.block_ns else 0.0  # a block's products, or windows, when the schedule knows
     work[blocks] += blocks * apart
     for stage in part.stages:
         sizes = [value_of(d, env) for d in stage.shape]
@@ -166,7 +167,7 @@ def _wait_ns(stage: Any, elements: int, blocks: int, machine: Machine) -> float:
 
     What is folded along another dim than the last is loaded element by element, the rest in wide accesses.
     """
-    if all(item.node.op == "dot" for item in stage.items):
+    if all(item.node.op in KNOWN for item in stage.items):
         return 0.0
     together = min(max(-(-blocks // NOMINAL_CORES["cuda"][0]), 1), BLOCKS_TOGETHER)
     narrow = stage.hoisted or (stage.folded and len(stage.shape) - 1 not in stage.folded)
@@ -181,11 +182,11 @@ def _reads_memory(stage: Any, stop: set[Node], inputs: Sequence[Node]) -> bool:
 
 
 def _once_ns(stage: Any, elements: int, stop: set[Node], machine: Machine, env: Mapping[str, int],
-             without_products: bool) -> float:
+             without_known: bool) -> float:
     """Time of a stage over its whole domain, on one core."""
     total = 0.0
     for item in stage.items:
-        if without_products and item.node.op == "dot":
+        if without_known and item.node.op in KNOWN:
             continue
         for n in _inlined(item, stop):
             total += element_ns(n, machine) * (elements if n is item.node else min(elements, value_of(n.size, env)))

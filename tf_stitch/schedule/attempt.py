@@ -23,6 +23,7 @@ from .shared import plan_shared
 from .storage import HEAVY, Storage, weight
 from .target import Target
 from .tile import GUESS, Axis, Tags, Tile, axes_of, guess, mean, samples
+from .windows import WindowTime, are_windows
 
 BLOCK_OVERHEAD = 300  # element operations that starting a block costs
 STAGE_OVERHEAD = 30
@@ -153,7 +154,7 @@ class Attempt:
             made = self._with_fewer([n for n in self.storage.droppable() if n in self.kept])
         cost = self._estimate(made.stages)
         return Part(self.axes, made.stages, made.slots, frozenset(self.kept), frozenset(self.read_back), self.blocks,
-                    made.size, cost, self.product_ns, made.chains)
+                    made.size, cost, self.block_ns, made.chains)
 
     def _with_fewer(self, droppable: list[Node]) -> _InMemory:
         """Gives values up that may be computed again, the first first, until the others fit."""
@@ -309,11 +310,16 @@ class Attempt:
         self.ideal = least / max(min(self.target.cores, least // FINE_WORK), 1)
         if self.target.has_threads and blocks < self.target.cores:
             self._count_bytes(stages, envs)
-        self.product_ns: ProductTime | None = None
+        self.block_ns: ProductTime | WindowTime | None = None
         if have_products(self.nodes, self.target):
-            self.product_ns = ProductTime(stages, frozenset(self.kept), self.axes, self.blocks, self.target.cores)
+            self.block_ns = ProductTime(stages, frozenset(self.kept), self.storage.divided(self.kept), self.axes,
+                                        self.blocks, self.target.cores)
             touched = [self._touched(s) for s in stages]
-            times = [self._product_time(self.product_ns, others, touched, sizes) for sizes in self._sizes()]
+            times = [self._product_time(self.block_ns, others, touched, sizes) for sizes in self._sizes()]
+            self.time = sum(times) / len(times)
+        elif are_windows(self.nodes, self.target):
+            self.block_ns = WindowTime(stages[0], self.axes, self.blocks, self.target)
+            times = [self._window_time(self.block_ns, sizes) for sizes in self._sizes()]
             self.time = sum(times) / len(times)
         return D.floordiv(cost, PER_CYCLE) + 1
 
@@ -325,6 +331,10 @@ class Attempt:
         busy = -(-blocks // self.target.cores) * (product_ns(sizes) + others) * (1 + IDLE * idle)
         memory = _far_bytes(touched, sizes) / min(STREAM * max(blocks, 1), MEMORY)
         return max(busy, memory) + min(busy, memory) / 4
+
+    def _window_time(self, block_ns: WindowTime, sizes: Mapping[str, int]) -> float:
+        """What a part of windows takes at some sizes of unknown dims."""
+        return -(-guess(self.blocks, sizes) // self.target.cores) * block_ns(sizes)
 
     def _touched(self, s: Stage) -> _Touched:
         """The elements of a stage, and what each item of it reads and writes at each."""

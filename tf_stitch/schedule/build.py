@@ -22,6 +22,7 @@ from .products import have_products, repeats_rows
 from .storage import HEAVY, SOURCES, Storage
 from .target import Target
 from .tile import Schedule, Tags, Tile, candidates, guess, product_tiles
+from .windows import are_windows, window_tiles
 
 LINES = 128  # bytes that a block should own at least along a contiguous dim: two cache lines
 SERIAL = 3  # a group that takes this many times its ideal time is better split,
@@ -206,6 +207,10 @@ def _build_part(nodes: list[Node], outputs: list[Node], target: Target, wanted: 
     try:
         if have_products(nodes, target):
             best = _best(attempt, _product_tiles(primary, nodes, target))
+            known.tiles[alike] = best.tile
+            return best.made.part
+        if are_windows(nodes, target):
+            best = _best(attempt, dict.fromkeys(window_tiles(primary.shape)))
             known.tiles[alike] = best.tile
             return best.made.part
         return _chosen(attempt, _tiles(primary, nodes, target), primary, outputs)

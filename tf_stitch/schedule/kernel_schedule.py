@@ -101,7 +101,7 @@ class Part:
     blocks: Dim
     shared_bytes: Dim
     cost: Dim
-    product_ns: Callable[[Mapping[str, int]], float] | None = None  # what a block's products take on a GPU, by sizes
+    block_ns: Callable[[Mapping[str, int]], float] | None = None  # of a GPU's block for products or windows, by sizes
     chains: Sequence[RowChain] = ()
 
 

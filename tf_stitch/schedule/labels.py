@@ -24,8 +24,6 @@ def body_operands(item: Item) -> Sequence[tuple[Node, Labels]]:
         return [(n.inputs[0], identity), (n.inputs[0], (*identity[:-1], n.rank))]
     if n.op == "segment":
         return [(n.inputs[0], (None, *identity[1:])), (n.inputs[1], (None,))]
-    if n.op in ("conv", "conv_filter", "window"):
-        return [(x, (None,) * x.rank) for x in n.inputs]
     return dot_operands(n) if n.op == "dot" else operand_labels(n, identity)
 
 

@@ -26,6 +26,9 @@ KEPT = 160 * 1024  # bytes of operands that stay in the first-level cache until 
 LATENCY = 300  # ns of a stage: first loads, sums over threads, barriers
 AHEAD = 96 * 1024  # bytes of operands that a block loads before it multiplies: what comes next is loaded meanwhile
 LONGER = 0.4  # how much longer operands take for each thread without work: those that load wait more often
+TILE = 4  # columns, and rows, of the result that a thread folds together,
+THREADS = 256  # of a block
+DIVISION_NS = 600  # of a thread for an element whose operand is divided when it is read: nothing is loaded meanwhile
 RUN = 64  # bytes: shorter runs of neighbours take as long
 
 
@@ -60,6 +63,7 @@ class ProductTime:
 
     stages: Sequence[Stage]
     kept: frozenset[Node]
+    divided: frozenset[Node]
     axes: Sequence[Axis]
     blocks: Dim
     cores: int
@@ -67,16 +71,17 @@ class ProductTime:
     def __call__(self, sizes: Mapping[str, int] | None = None) -> float:
         envs, usual = samples(self.axes, sizes), samples(self.axes)
         at_once = min(guess(self.blocks, sizes), self.cores)
-        return block_ns(self.stages, self.kept, at_once, functools.cache(lambda d: mean(d, envs, sizes)),
+        return block_ns(self.stages, self.kept, self.divided, at_once, functools.cache(lambda d: mean(d, envs, sizes)),
                         functools.cache(lambda d: mean(d, usual)))
 
 
-def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size: Callable[[Dim], int],
-             made_for: Callable[[Dim], int]) -> float:
+def block_ns(stages: Sequence[Stage], kept: Collection[Node], divided: Collection[Node], at_once: int,
+             size: Callable[[Dim], int], made_for: Callable[[Dim], int]) -> float:
     """Nanoseconds that a block spends in stages of products while ``at_once`` blocks run.
 
-    ``size`` gives the size of an unknown extent, ``made_for`` the one that threads are shared out for: where there is
-    less of the result, threads have nothing to do.
+    ``divided`` are operands that take a division wherever a thread reads an element.  ``size`` gives the size of an
+    unknown extent, ``made_for`` the one that threads are shared out for: where there is less of the result, threads
+    have nothing to do.
     """
     recent: dict[Node, int] = {}
     total = 0.0
@@ -94,7 +99,19 @@ def block_ns(stages: Sequence[Stage], kept: Collection[Node], at_once: int, size
                       for d, (b, (_, extent)) in enumerate(zip(box, s.box, strict=True))]
         idle = math.prod(shared_out) / max(math.prod(box), 1) - 1  # for each thread that works
         both = len(items) * math.prod(shared_out) / RATE, time * (1 + LONGER * idle)
+        total += DIVISION_NS * sum(_evaluations(i, divided, box) for i in items) / THREADS
         total += LATENCY + max(both) + min(both) / max(-(-loaded // AHEAD), 1)
+    return total
+
+
+def _evaluations(item: Item, divided: Collection[Node], box: Sequence[int]) -> float:
+    """How often the threads of a block compute elements of operands that they read: each for a few of the others'
+    columns, or rows."""
+    total = 0.0
+    for x, labels in dot_operands(item.node) if divided else ():
+        if view_source(x) in divided:
+            others = math.prod(b for d, b in enumerate(box) if d not in labels)
+            total += math.prod(box[d] for d in labels if d is not None) * max(others / TILE, 1)
     return total
 
 

@@ -428,6 +428,13 @@ def _dot_ties(node: Node) -> list[Tie]:
             + [(0, a, n + k) for k, a in enumerate(lfree)] + [(1, a, n + len(lfree) + k) for k, a in enumerate(rfree)])
 
 
+def _conv_ties(node: Node) -> list[Tie]:
+    x, w = node.inputs
+    ties = [(0, 0, 0), (1, w.rank - 1, node.rank - 1)]
+    depthwise = node.attrs["groups"] == x.shape[-1] == node.shape[-1]
+    return [*ties, (0, x.rank - 1, node.rank - 1)] if depthwise else ties
+
+
 _TIES: dict[str, Callable[[Node], list[Tie]]] = {
     "broadcast": lambda n: [(0, d, a) for d, a in enumerate(n.attrs["axes"])],
     "transpose": lambda n: [(0, p, d) for d, p in enumerate(n.attrs["perm"])],
@@ -436,7 +443,7 @@ _TIES: dict[str, Callable[[Node], list[Tie]]] = {
     "order": lambda n: [(0, d, d) for d in range(n.rank - 1)], "search": _search_ties,
     "segment": lambda n: [(0, d, d) for d in range(1, n.rank)],
     "reduce": _reduce_ties, "arg_reduce": _reduce_ties, "dot": _dot_ties,
-    "conv": lambda n: [(0, 0, 0)], "conv_filter": lambda n: [(1, n.rank - 1, 0)],
+    "conv": _conv_ties, "conv_filter": lambda n: [(1, n.rank - 1, 0)],
     "window": lambda n: [(0, 0, 0), (0, n.rank - 1, n.rank - 1)],
 }
 

@@ -7,9 +7,10 @@ for every element of an outer dim (FusionStitching's size analysis, arXiv 1811.0
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from ..ir import dims as D
-from ..ir.graph import Node
+from ..ir.graph import Node, view_source
 from ..ir.ops import COSTLY, EXPENSIVE, OPS
 from .labels import Reads
 from .rules import VIEWS
@@ -161,10 +162,21 @@ class Storage:
         for n in self.nodes:
             for x in n.inputs if n.op == "dot" else ():
                 source = self._producer(x)
-                if source in self.members and source.op not in VIEWS and self._divides(source):
+                if source in self.members and source.op not in VIEWS and self._divides(source, self.kept):
                     self.kept.add(source)
 
-    def _divides(self, node: Node) -> bool:
+    def divided(self, kept: AbstractSet[Node]) -> frozenset[Node]:
+        """Operands of products that threads divide where they read them, when the values in ``kept`` are in memory."""
+        found = set()
+        for n in self.nodes:
+            for x in n.inputs if n.op == "dot" else ():
+                source = self._producer(x)
+                if source in self.members and source not in kept and source.op not in VIEWS \
+                        and self._divides(source, kept):
+                    found.add(view_source(x))
+        return frozenset(found)
+
+    def _divides(self, node: Node, kept: AbstractSet[Node]) -> bool:
         """True where an element takes a division or an expensive function of kept values and inputs.
 
         What a broadcast repeats threads compute outside of their loops.
@@ -173,7 +185,7 @@ class Storage:
         stack = [node]
         while stack:
             n = stack.pop()
-            if n in seen or n in self.kept or n not in self.members or n.op == "broadcast":
+            if n in seen or n in kept or n not in self.members or n.op == "broadcast":
                 continue
             if n.op == "div" or weight(n) >= KEEP_WEIGHT:
                 return True

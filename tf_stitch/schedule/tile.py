@@ -201,6 +201,7 @@ def candidates(shape: Shape, elements: int, wide: Sequence[int], least: int) -> 
 
 PANELS = (16, 32, 64)  # columns of a product that a block may own
 FEW_ROWS = 16  # rows that one block may own although fewer would do for all cores to have one
+MANY_ROWS = (64, 128, 256)  # of which a core may take several blocks one after the other: the last ones end together
 SMALLER = (2, 4, 8)  # by these, rows of a block are fewer where there may be fewer than are reckoned with
 
 
@@ -218,7 +219,8 @@ def product_tiles(shape: Shape, cores: int, whole_rows: bool = False) -> Iterato
         chunk = power_of_two(share)
         known = all(isinstance(d, int) for d in lead)  # else there may be fewer rows, and all cores should have some
         fewer = () if known else (max(chunk // k, 1) for k in SMALLER)
-        for many in sorted({chunk, min(2 * chunk, rows), min(max(chunk, FEW_ROWS), rows), *fewer}):
+        turns = (k for k in MANY_ROWS if k < chunk)
+        for many in sorted({chunk, min(2 * chunk, rows), min(max(chunk, FEW_ROWS), rows), *fewer, *turns}):
             yield (*_rows(lead, many), panel)
 
 
