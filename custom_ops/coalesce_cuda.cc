@@ -242,9 +242,7 @@ bool CudaDevice::ReplayAlone(const CudaRequest& request, cuda::Stream stream, Un
   if (!work.worth_packing || work.work->units.size() > 1) return false;
   std::vector<CudaRequest*> one{const_cast<CudaRequest*>(&request)};
   std::shared_ptr<const Pack> pack = PackFor(request, 0, 1, &callers_);
-  if (!pack || !CopyTable(one, *pack, callers_.streams.get(), stream, under_way)) return false;
-  *error = pack->Run(stream);
-  return true;
+  return pack && EnqueuePack(one, *pack, stream, under_way, error);
 }
 
 std::unique_ptr<Device::Ticket> CudaDevice::Between(size_t index, const std::vector<Request*>& requests, Held held,
@@ -320,10 +318,7 @@ std::string CudaDevice::EnqueueUnit(std::vector<Member>* members, Lane* lane, Un
     if (pack && pack->count() > left.size()) pack = lane->packs.Find(left[0]->work->units[unit].cluster, left.size());
     auto end = left.begin() + static_cast<std::ptrdiff_t>(pack ? pack->count() : 1);
     std::vector<CudaRequest*> first(left.begin(), end);
-    cuda::Stream stream = lane->streams->main();
-    if (pack && CopyTable(first, *pack, lane->streams.get(), stream, under_way)) {
-      error = pack->Run(stream);
-    } else {
+    if (!pack || !EnqueuePack(first, *pack, lane->streams->main(), under_way, &error)) {
       pack = nullptr;
       end = left.begin() + 1;
       error = EnqueueApart(*left[0], unit, lane);
@@ -363,20 +358,20 @@ void CudaDevice::OrderPack(const CudaRequest& request, size_t unit, size_t count
   maker_->Add(std::move(make));
 }
 
-// Writes the requests' table and enqueues its copy.  False when nothing was enqueued: there is no memory for it.
-bool CudaDevice::CopyTable(const std::vector<CudaRequest*>& requests, const Pack& pack, cuda::LaneStreams* lane,
-                           cuda::Stream stream, UnderWay* under_way) {
+// Enqueues a pack for requests.  False when nothing was enqueued: there is no memory for their table.
+bool CudaDevice::EnqueuePack(const std::vector<CudaRequest*>& requests, const Pack& pack, cuda::Stream stream,
+                             UnderWay* under_way, std::string* error) {
   std::vector<PackMember> members;
   for (const CudaRequest* r : requests) members.push_back({&r->cuda_work->launches, r->memory});
   std::shared_ptr<cuda::HostTable> table = Table(pack.table_bytes());
-  std::string error = table->bytes() < pack.table_bytes() ? "there is no memory for their tables" : "";
-  if (error.empty()) {
-    pack.Fill(members, table->words());
-    error = lane->CopyTable(table->words(), pack.table_bytes(), stream);
-    under_way->tables.push_back(std::move(table));
+  if (table->bytes() < pack.table_bytes()) {
+    cuda::Note("tf_stitch: requests run without superkernels: there is no memory for their tables.");
+    return false;
   }
-  if (!error.empty()) cuda::Note("tf_stitch: requests run without superkernels: " + error + ".");
-  return error.empty();
+  pack.Fill(members, table->words());
+  *error = pack.Enqueue(*table, stream);
+  under_way->tables.push_back(std::move(table));
+  return true;
 }
 
 // Needs no memory and no graph: launches of its own.

@@ -104,8 +104,8 @@ class CudaDevice : public Device {
   std::string EnqueueUnit(std::vector<Member>* members, Lane* lane, UnderWay* under_way);
   std::shared_ptr<const Pack> PackFor(const CudaRequest& request, size_t unit, size_t count, Lane* lane);
   void OrderPack(const CudaRequest& request, size_t unit, size_t count, Lane* lane);
-  bool CopyTable(const std::vector<CudaRequest*>& requests, const Pack& pack, cuda::LaneStreams* lane,
-                 cuda::Stream stream, UnderWay* under_way);
+  bool EnqueuePack(const std::vector<CudaRequest*>& requests, const Pack& pack, cuda::Stream stream,
+                   UnderWay* under_way, std::string* error);
   bool ReplayAlone(const CudaRequest& request, cuda::Stream stream, UnderWay* under_way, std::string* error);
   static std::string EnqueueApart(const CudaRequest& request, size_t unit, Lane* lane);
   std::shared_ptr<cuda::HostTable> Table(size_t bytes);

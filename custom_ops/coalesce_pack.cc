@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "autotune.h"
-#include "cuda_capture.h"
 
 namespace tf_stitch {
 namespace {
@@ -59,10 +58,6 @@ std::unique_ptr<Pack> Pack::Make(const std::vector<PackedLaunch>& launches, size
   return error->empty() ? std::move(pack) : nullptr;
 }
 
-Pack::~Pack() {
-  if (graph_) driver_.GraphExecDestroy(graph_);  // one that still runs is freed when it ends
-}
-
 std::string Pack::Add(const PackedLaunch& p) {
   if (p.function) {
     at_.push_back(list_.AddKernel(p.function, p.blocks, p.threads, p.shared_bytes, p.words(), count_, p.what));
@@ -91,23 +86,6 @@ void Pack::Fill(const std::vector<PackMember>& members, uint64_t* table) const {
       }
     }
   }
-}
-
-std::string Pack::Run(cuda::Stream stream) const {
-  if (!graph_) return list_.Enqueue(stream);
-  cuda::Result result = driver_.GraphLaunch(graph_, stream);
-  return result ? cuda::Failed(driver_, result, "launching the graph of a superkernel") : "";
-}
-
-std::string Pack::Record(cuda::Stream stream) {
-  cuda::Graph graph = nullptr;
-  std::string error = cuda::Capture(driver_, stream, [&] { return list_.Enqueue(stream); }, &graph);
-  if (!error.empty()) return error;
-  cuda::Result result = driver_.GraphInstantiate(&graph_, graph, 0);
-  driver_.GraphDestroy(graph);
-  if (!result) return "";
-  graph_ = nullptr;
-  return cuda::Failed(driver_, result, "instantiating a graph");
 }
 
 // --- kept packs ----------------------------------------------------------------------------------------------

@@ -55,11 +55,10 @@ class Pack {
   // `error`.
   static std::unique_ptr<Pack> Make(const std::vector<PackedLaunch>& launches, size_t begin, size_t end, size_t count,
                                     const std::shared_ptr<CudaCode>& code, cuda::LaneStreams* lane, std::string* error);
-  ~Pack();
 
-  // Records the launches as a graph, on a stream that nothing else uses.  "" or why they cannot be: then they are
-  // enqueued one by one.
-  std::string Record(cuda::Stream stream);
+  // As LaunchList's.
+  std::string Record(cuda::Stream stream) { return list_.Record(stream); }
+  std::string Enqueue(const cuda::HostTable& table, cuda::Stream stream) const { return list_.Enqueue(table, stream); }
 
   // False when the code that it launches is gone.
   bool is_usable() const { return !code_.expired(); }
@@ -69,20 +68,15 @@ class Pack {
   // Writes the words of `count` members.
   void Fill(const std::vector<PackMember>& members, uint64_t* table) const;
 
-  // Enqueues the launches, behind the copy of their table.  "" or what failed.
-  std::string Run(cuda::Stream stream) const;
-
  private:
   Pack(const cuda::Driver& driver, cuda::LaneStreams* lane, size_t begin, size_t count)
-      : driver_(driver), list_(driver, lane), begin_(begin), count_(count) {}
+      : list_(driver, lane), begin_(begin), count_(count) {}
   std::string Add(const PackedLaunch& launch);
 
-  const cuda::Driver& driver_;
   cuda::LaunchList list_;
   const size_t begin_, count_;
   std::vector<size_t> at_;  // by launch from begin_: its first word in the table
   std::weak_ptr<CudaCode> code_;
-  cuda::GraphExec graph_ = nullptr;
 };
 
 // The packs of a lane, the most recently used ones.  Thread-safe: one thread runs packs, another makes them.

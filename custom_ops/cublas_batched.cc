@@ -1,5 +1,6 @@
 #include "cublas_batched.h"
 
+#include <algorithm>
 #include <climits>
 #include <mutex>
 #include <optional>
@@ -106,13 +107,15 @@ struct PointerBatch::Impl {
     size_t lhs = Up(element * shape.m * shape.k), rhs = Up(element * shape.k * shape.n),
            out = Up(element * shape.m * shape.n);
     size_t batch = static_cast<size_t>(shape.batch), table = Up(3 * batch * sizeof(void*));
-    if (batch * (lhs + rhs + out) > kTuningBytes) return true;
-    Scratch memory(driver, kWorkspace + table + batch * (lhs + rhs + out));
+    size_t distinct = std::min(batch, kTuningBytes / (lhs + rhs + out));  // the arrays repeat their addresses
+    if (!distinct) return true;
+    Scratch memory(driver, kWorkspace + table + distinct * (lhs + rhs + out));
     if (!memory.get()) return true;
     char* at = memory.get() + kWorkspace + table;
     std::vector<const char*> addresses;
     for (size_t size : {lhs, rhs, out}) {
-      for (size_t i = 0; i < batch; ++i, at += size) addresses.push_back(at);
+      for (size_t i = 0; i < batch; ++i) addresses.push_back(at + i % distinct * size);
+      at += distinct * size;
     }
     auto* arrays = reinterpret_cast<void**>(memory.get() + kWorkspace);
     OwnStream own(driver);
@@ -127,7 +130,7 @@ struct PointerBatch::Impl {
     return best <= 0;
   }
 
-  static constexpr size_t kTuningBytes = size_t{1} << 30;
+  static constexpr size_t kTuningBytes = size_t{512} << 20;
   static size_t Up(size_t bytes) { return (bytes + 255) / 256 * 256; }
 };
 

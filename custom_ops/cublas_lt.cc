@@ -44,7 +44,7 @@ constexpr int kEpilogueDefault = 1, kEpilogueBias = 4;
 constexpr size_t kWorkspaceLimit = size_t{32} << 20;
 constexpr size_t kProductsKept = 4096;
 constexpr int kProposals = 12, kProposalsWithoutWorkspace = 4;
-constexpr size_t kTuningBytes = size_t{512} << 20;  // operands that take more are not measured
+constexpr size_t kTuningBytes = size_t{512} << 20;  // operands that take more are not measured; arrays repeat addresses
 constexpr size_t kColdBytes = size_t{96} << 20;     // operands rotate through this much, past the second-level cache
 
 struct Api {
@@ -222,13 +222,15 @@ class Operands {
     rhs_ = Up(element * s.k * s.n);
     out_ = Up(element * s.m * s.n);
     batch_ = static_cast<size_t>(s.batch);
-    size_t sets[] = {lhs_ * (s.broadcast_lhs ? 1 : batch_), rhs_ * (s.broadcast_rhs ? 1 : batch_), out_ * batch_,
-                     Up(element * s.n), s.pointers ? Up(3 * sizeof(void*) * batch_) : 0};
+    distinct_ = s.pointers ? std::min(batch_, kTuningBytes / (lhs_ + rhs_ + out_)) : batch_;
+    if (!distinct_) return;
+    size_t sets[] = {lhs_ * (s.broadcast_lhs ? 1 : distinct_), rhs_ * (s.broadcast_rhs ? 1 : distinct_),
+                     out_ * distinct_, Up(element * s.n), s.pointers ? Up(3 * sizeof(void*) * batch_) : 0};
     for (size_t i = 0; i < 5; ++i) {
       begin_[i] = set_;
       set_ += sets[i];
     }
-    if (set_ > kTuningBytes) return;
+    if (!s.pointers && set_ > kTuningBytes) return;
     count_ = std::min<size_t>(kTuningRounds, kColdBytes / set_ + 1);
     workspace_ = set_ * count_;
     scratch_ = std::make_unique<Scratch>(driver, workspace_ + kWorkspaceLimit);
@@ -254,7 +256,8 @@ class Operands {
       std::vector<char*> table;
       size_t sizes[] = {lhs_, rhs_, out_};
       for (int part = 0; part < 3; ++part) {
-        for (size_t i = 0; i < batch_; ++i) table.push_back(At(static_cast<int>(set), part) + i * sizes[part]);
+        char* first = At(static_cast<int>(set), part);
+        for (size_t i = 0; i < batch_; ++i) table.push_back(first + i % distinct_ * sizes[part]);
       }
       char* to = At(static_cast<int>(set), 4);
       if (driver.MemcpyHtoDAsync(to, table.data(), table.size() * sizeof(char*), stream.get())) return false;
@@ -263,7 +266,7 @@ class Operands {
     return true;
   }
 
-  size_t lhs_, rhs_, out_, batch_;  // bytes of one matrix
+  size_t lhs_, rhs_, out_, batch_, distinct_;  // bytes of one matrix; products, and those that share no memory
   size_t begin_[5] = {}, set_ = 0, count_ = 0, workspace_ = 0;
   std::unique_ptr<Scratch> scratch_;
 };
@@ -272,8 +275,8 @@ class Operands {
 
 bool Matmul::Impl::TakeFastest(const Driver& driver, const std::vector<HeuristicResult>& proposals) {
   size_t element = type == 1 ? 8 : type == 0 ? 4 : 2;
-  double bytes =
-      1.0 * element * shape.batch * (1.0 * shape.m * shape.k + 1.0 * shape.k * shape.n + 1.0 * shape.m * shape.n);
+  double bytes = 1.0 * element * (shape.pointers ? 1 : shape.batch) *
+                 (1.0 * shape.m * shape.k + 1.0 * shape.k * shape.n + 1.0 * shape.m * shape.n);
   if (bytes > kTuningBytes) return false;
   Operands memory(driver, shape, element);
   if (!memory.ok()) return false;

@@ -80,6 +80,7 @@ Loaded Load() {
   find("cuGraphExecChildGraphNodeSetParams", &d.GraphExecChildGraphNodeSetParams);
   find("cuGraphExecDestroy", &d.GraphExecDestroy);
   find("cuGraphLaunch", &d.GraphLaunch);
+  find("cuGraphGetRootNodes", &d.GraphGetRootNodes);
   if (out.error.empty()) {
     Result result = d.Init(0);
     if (result != kSuccess) out.error = "cuInit failed: " + Describe(d, result);

@@ -115,6 +115,7 @@ struct Driver {
   Result (*GraphExecChildGraphNodeSetParams)(GraphExec, GraphNode, Graph);
   Result (*GraphExecDestroy)(GraphExec);
   Result (*GraphLaunch)(GraphExec, Stream);
+  Result (*GraphGetRootNodes)(Graph, GraphNode*, size_t*);
 };
 
 // The driver, or null with the reason in `error` (may be null).  Loaded once.

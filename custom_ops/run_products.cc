@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "autotune.h"
 #include "coalescer.h"
 #include "cublas_lt.h"
 #include "scheduler_c_api.h"
@@ -66,7 +67,8 @@ class Runner {
 
   std::string Round(size_t round) {
     if (how_ != TFS_SUPERKERNEL) return OneByOne();
-    uint64_t* words = tables_[round]->words();
+    const cuda::HostTable& table = *tables_[round];
+    uint64_t* words = table.words();
     for (size_t i = 0; i < products_.size(); ++i) {
       const Product& p = products_[i];
       size_t at = first_[i], array = array_[i];
@@ -74,8 +76,7 @@ class Runner {
       words[at + array] = reinterpret_cast<uint64_t>(p.rhs);
       words[at + 2 * array] = reinterpret_cast<uint64_t>(p.out);
     }
-    std::string error = lane_->CopyTable(words, list_->table_bytes(), lane_->main());
-    return error.empty() ? list_->Enqueue(lane_->main()) : error;
+    return list_->Enqueue(table, lane_->main());
   }
 
   std::string Wait() { return driver_.CtxSynchronize() ? "the device failed" : ""; }
@@ -102,6 +103,8 @@ class Runner {
       tables_.push_back(std::make_unique<cuda::HostTable>(driver_, list_->table_bytes()));
       if (!tables_.back()->bytes()) return "there is not enough memory";
     }
+    error = list_->Record(lane_->main());  // as a pack is
+    if (!error.empty()) cuda::Note("tf_stitch: superkernels run without CUDA graphs: " + error + ".");
     return "";
   }
 

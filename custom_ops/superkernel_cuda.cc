@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cublas_batched.h"
+#include "cuda_capture.h"
 #include "cudnn.h"
 
 namespace tf_stitch::cuda {
@@ -74,11 +75,12 @@ LaneStreams::~LaneStreams() {
   if (table_) driver_.MemFree(table_);
 }
 
-std::string LaneStreams::CopyTable(const void* from, size_t bytes, Stream stream) {
+std::string LaneStreams::BringTable(const HostTable& from, size_t bytes, Stream stream) {
   if (!bytes) return "";
   if (bytes > kTableBytes) return "a superkernel's table is too large";
-  Result result = driver_.MemcpyHtoDAsync(table_, from, bytes, stream);
-  return result ? Failed(driver_, result, "copying a superkernel's table") : "";
+  Result result = writer_.Takes(bytes) ? writer_.Enqueue(table_, from.words(), bytes, stream)
+                                       : driver_.MemcpyHtoDAsync(table_, from.words(), bytes, stream);
+  return result ? Failed(driver_, result, "bringing a superkernel's table to the device") : "";
 }
 
 std::string LaneStreams::SideBySide(const std::vector<Work>& work, Stream stream) {
@@ -101,13 +103,18 @@ std::string LaneStreams::SideBySide(const std::vector<Work>& work, Stream stream
 
 // --- tables and launches ---------------------------------------------------------------------------------
 
-HostTable::HostTable(const Driver& driver, size_t bytes) : driver_(driver), bytes_(bytes) {
-  if (driver.MemAllocHost(&words_, bytes)) words_ = nullptr;
+HostTable::HostTable(const Driver& driver, size_t bytes)
+    : driver_(driver), bytes_(std::max(bytes, TableWriter::kMostBytes)) {
+  if (driver.MemAllocHost(&words_, bytes_)) words_ = nullptr;
   if (!words_) bytes_ = 0;
 }
 
 HostTable::~HostTable() {
   if (words_) driver_.MemFreeHost(words_);
+}
+
+LaunchList::~LaunchList() {
+  if (graph_) driver_.GraphExecDestroy(graph_);  // one that still runs is freed when it ends
 }
 
 size_t LaunchList::Reserve(size_t words) {
@@ -164,7 +171,48 @@ std::string LaunchList::AddProducts(const std::vector<ProductShape>& shapes, con
   return "";
 }
 
-std::string LaunchList::Enqueue(Stream stream) const {
+// A table that the writer takes is a parameter of the graph's first node: the host has one command to give.
+std::string LaunchList::Record(Stream stream) {
+  const TableWriter& writer = streams_.writer();
+  bool writes = words_ && writer.Takes(table_bytes());
+  std::vector<char> later(TableWriter::kMostBytes);
+  auto all = [&] {
+    Result result = writes ? writer.Enqueue(streams_.table(), later.data(), table_bytes(), stream) : kSuccess;
+    return result ? Failed(driver_, result, "recording a table") : EnqueueLaunches(stream);
+  };
+  Graph graph = nullptr;
+  std::string error = Capture(driver_, stream, all, &graph);
+  if (!error.empty()) return error;
+  size_t one = 1;
+  Result result = writes ? driver_.GraphGetRootNodes(graph, &writes_table_, &one) : kSuccess;
+  if (!result) result = driver_.GraphInstantiate(&graph_, graph, 0);
+  driver_.GraphDestroy(graph);
+  if (result) {
+    graph_ = nullptr;
+  } else if (writes) {  // what cannot be changed is of no use
+    result = writer.Change(graph_, writes_table_, streams_.table(), later.data(), table_bytes());
+  }
+  if (!result) return "";
+  if (graph_) driver_.GraphExecDestroy(graph_);
+  graph_ = nullptr;
+  return Failed(driver_, result, "instantiating a graph");
+}
+
+std::string LaunchList::Enqueue(const HostTable& table, Stream stream) const {
+  if (!graph_ || !writes_table_) {
+    std::string error = streams_.BringTable(table, table_bytes(), stream);
+    if (!error.empty()) return error;
+  }
+  if (!graph_) return EnqueueLaunches(stream);
+  Result result = kSuccess;
+  if (writes_table_) {
+    result = streams_.writer().Change(graph_, writes_table_, streams_.table(), table.words(), table_bytes());
+  }
+  if (!result) result = driver_.GraphLaunch(graph_, stream);
+  return result ? Failed(driver_, result, "launching the graph of a superkernel") : "";
+}
+
+std::string LaunchList::EnqueueLaunches(Stream stream) const {
   std::string error;
   for (size_t i = 0; i < launches_.size() && error.empty(); ++i) error = launches_[i](stream);
   return error;

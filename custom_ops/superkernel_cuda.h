@@ -1,4 +1,4 @@
-// What a superkernel enqueues on a GPU: launches over a table of problems, which one copy brings to the device.
+// What a superkernel enqueues on a GPU: launches over a table of problems, which is brought to the device before them.
 #ifndef TF_STITCH_CUSTOM_OPS_SUPERKERNEL_CUDA_H_
 #define TF_STITCH_CUSTOM_OPS_SUPERKERNEL_CUDA_H_
 
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda_driver.h"
+#include "table_writer.h"
 
 namespace tf_stitch::cuda {
 
@@ -30,6 +31,24 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   std::vector<Event> free_;
 };
 
+// Page-locked memory that a table is written to.  It is taken until the table is on the device.
+class HostTable {
+ public:
+  // Of `bytes` at least.
+  HostTable(const Driver& driver, size_t bytes);
+  HostTable(const HostTable&) = delete;
+  HostTable& operator=(const HostTable&) = delete;
+  ~HostTable();
+
+  size_t bytes() const { return bytes_; }  // 0: there was not enough memory
+  uint64_t* words() const { return static_cast<uint64_t*>(words_); }
+
+ private:
+  const Driver& driver_;
+  size_t bytes_;
+  void* words_ = nullptr;
+};
+
 // A stream with others beside it: one lane of a device.  What is enqueued on a lane runs in order.
 class LaneStreams {
  public:
@@ -46,9 +65,10 @@ class LaneStreams {
 
   Stream main() const { return streams_[0]; }
 
-  // Enqueues the copy of a table to where the lane's launches find it, on the stream that they are on: what was
-  // enqueued before may still read the last table.  "" or the error.
-  std::string CopyTable(const void* from, size_t bytes, Stream stream);
+  // Enqueues the way of a table's first bytes to where the lane's launches find it, on the stream that they are on:
+  // what was enqueued before may still read the last table.  "" or the error.
+  std::string BringTable(const HostTable& from, size_t bytes, Stream stream);
+  const TableWriter& writer() const { return writer_; }
   char* table() const { return static_cast<char*>(table_); }
 
   // Sees to it that each of `count` pieces of work side by side has a workspace.  "" or the error.
@@ -58,30 +78,15 @@ class LaneStreams {
   std::string SideBySide(const std::vector<Work>& work, Stream stream);
 
  private:
-  LaneStreams(const Driver& driver, std::shared_ptr<EventPool> events) : driver_(driver), events_(std::move(events)) {}
+  LaneStreams(const Driver& driver, std::shared_ptr<EventPool> events)
+      : driver_(driver), writer_(driver), events_(std::move(events)) {}
 
   const Driver& driver_;
+  const TableWriter writer_;
   const std::shared_ptr<EventPool> events_;
   std::vector<Stream> streams_;  // the first is main()
   std::vector<void*> workspaces_;
   void* table_ = nullptr;
-};
-
-// Page-locked memory that a table is written to.  It is taken until the copy to the device has run.
-class HostTable {
- public:
-  HostTable(const Driver& driver, size_t bytes);
-  HostTable(const HostTable&) = delete;
-  HostTable& operator=(const HostTable&) = delete;
-  ~HostTable();
-
-  size_t bytes() const { return bytes_; }  // 0: there was not enough memory
-  uint64_t* words() const { return static_cast<uint64_t*>(words_); }
-
- private:
-  const Driver& driver_;
-  size_t bytes_;
-  void* words_ = nullptr;
 };
 
 // Matrix products out = op(lhs) @ op(rhs) of one shape; row-major and dense.
@@ -92,10 +97,13 @@ struct ProductShape {
 };
 
 // The launches of a superkernel, in order, over a table that lies on the lane.  It holds no addresses but the table's:
-// the same list may be enqueued again and again over tables with other words, or recorded as a graph.
+// the same list may be enqueued again and again over tables with other words.
 class LaunchList {
  public:
   LaunchList(const Driver& driver, LaneStreams* streams) : driver_(driver), streams_(*streams) {}
+  LaunchList(const LaunchList&) = delete;
+  LaunchList& operator=(const LaunchList&) = delete;
+  ~LaunchList();
 
   // A kernel over `count` problems, one launch of its form for many; `what` names it in errors.  Returns the word of
   // the table where the problems' parameter blocks, `words` each, follow each other.
@@ -111,18 +119,25 @@ class LaunchList {
 
   size_t table_bytes() const { return words_ * sizeof(uint64_t); }
 
-  // Enqueues all launches on a stream.  "" or what failed.
-  std::string Enqueue(Stream stream) const;
+  // Records the launches as a graph, on a stream that nothing else uses.  "" or why they cannot be: then they are
+  // enqueued one by one.
+  std::string Record(Stream stream);
+
+  // Enqueues the way of their table to the device, and all launches.  "" or what failed.
+  std::string Enqueue(const HostTable& table, Stream stream) const;
 
  private:
   using Launch = std::function<std::string(Stream)>;
 
   size_t Reserve(size_t words);
+  std::string EnqueueLaunches(Stream stream) const;
 
   const Driver& driver_;
   LaneStreams& streams_;
   size_t words_ = 0;
   std::vector<Launch> launches_;
+  GraphExec graph_ = nullptr;
+  GraphNode writes_table_ = nullptr;  // of the graph; null: the table is brought before it
 };
 
 }  // namespace tf_stitch::cuda

@@ -194,6 +194,7 @@ int main(int argc, char** argv) {
       CudaWork apart(m.program, *m.plan, *m.ready, /*may_pack=*/false);
       Must(apart.work->units[0].company == Company::kNone, "a program is packed that must not be");
     }
+    int tables = gpu.tables;
     int replays = gpu.replays, packed_before = gpu.packed, launches_before = gpu.launches;
     ServeOneByOne(models, seed);
     Must(gpu.replays > replays && (gpu.packed > packed_before) == with_many,
@@ -202,6 +203,12 @@ int main(int argc, char** argv) {
     gpu.packed = packed_before;
     gpu.launches = launches_before;
     for (int lanes : {1, 3}) Serve(models, lanes, seed + static_cast<uint64_t>(lanes));
+    Must((gpu.tables > tables) == with_many, "no table came as a parameter, or one that nobody needs");
+    tables = gpu.tables;
+    cuda::g_with_tables = false;
+    Serve(models, 2, seed);
+    Must(gpu.tables == tables, "a driver that takes no large parameters was given one");
+    cuda::g_with_tables = true;
     cuda::g_has_memory = false;  // for tables
     int packed = gpu.packed, launches = gpu.launches;
     Serve(models, 2, seed);

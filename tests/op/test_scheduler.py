@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SANITIZERS = ("address,undefined", "thread")
 POLICY = ("coalescer", "scheduler", "merge_policy", "estimates", "flat_json")
 CUDA = (*POLICY, "autotune", "program", "plan", "cuda_code", "library_cuda", "runtime_cuda", "cuda_grid", "grid_table",
-        "superkernel_cuda", "coalesce_pack", "coalesce_cuda", "merge", "merge_cuda")
+        "superkernel_cuda", "table_writer", "coalesce_pack", "coalesce_cuda", "merge", "merge_cuda")
 
 
 Build = Callable[[str, tuple[str, ...], str | None], Path]
