@@ -13,7 +13,7 @@ from typing import Any
 
 from . import plans
 from .backend import cuda, host
-from .backend.cache import FOLDER, Cache, key_of, stamp
+from .backend.cache import FOLDER, LIMIT, Cache, key_of, stamp
 from .graph import devices
 from .options import Options
 from .report import Report
@@ -48,7 +48,8 @@ def _here() -> list[str]:
     import tensorflow as tf
 
     built_by = [stamp(cuda.compilers()), host.compiler_stamp()]
-    switches = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("TF_STITCH_") and k != FOLDER)
+    switches = sorted(f"{k}={v}" for k, v in os.environ.items()
+                      if k.startswith("TF_STITCH_") and k not in (FOLDER, LIMIT))
     return [plans.sources(), tf.__version__, str(devices.gpu_target()), repr(host.native_levels()), *built_by,
             *switches]
 

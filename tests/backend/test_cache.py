@@ -20,7 +20,7 @@ def aged(kept: Cache, key: str, seconds: float) -> None:
 
 
 def test_what_was_not_used_for_longest_goes(monkeypatch, folder):
-    monkeypatch.setattr(cache, "MOST_BYTES", 3 * 132)
+    monkeypatch.setenv(cache.LIMIT, str(3 * 132))
     monkeypatch.setattr(cache, "LOOK_EVERY", 1)
     kept = Cache("things", ".thing")
     for k, key in enumerate(("one", "two", "three")):
@@ -36,11 +36,36 @@ def test_what_was_not_used_for_longest_goes(monkeypatch, folder):
 
 def test_a_process_looks_at_its_first_file_and_now_and_then(monkeypatch):
     looks = []
-    monkeypatch.setattr(cache, "_remove_oldest", looks.append)
+    monkeypatch.setattr(cache, "remove_oldest", looks.append)
     kept = Cache("things", ".thing")
     for k in range(2 * cache.LOOK_EVERY):
         kept.put(str(k), b"x")
     assert len(looks) == 2
+
+
+def test_folders_go_whole_but_not_those_just_used(monkeypatch, tmp_path):
+    monkeypatch.setenv(cache.LIMIT, "100")
+    made = [tmp_path / name for name in "abc"]
+    for k, folder in enumerate(made):
+        (folder / "deep").mkdir(parents=True)
+        (folder / "deep" / "file").write_bytes(bytes(60))
+        os.utime(folder, (1000 + k, 1000 + k))
+    os.utime(made[0])
+    cache.remove_oldest(made, spared_s=60)
+    assert [f.exists() for f in made] == [True, False, False]
+    monkeypatch.setenv(cache.LIMIT, "1")
+    cache.remove_oldest(made, spared_s=60)
+    assert made[0].exists()
+    cache.remove_oldest(made)
+    assert not made[0].exists()
+
+
+def test_a_limit_that_is_no_number_is_told_once(monkeypatch, caplog):
+    monkeypatch.setenv(cache.LIMIT, "4GB")
+    cache._complain.cache_clear()
+    assert cache.most_bytes() == cache.most_bytes() == cache.MOST_BYTES
+    assert [r.message for r in caplog.records] == [
+        "TF_STITCH_CACHE_BYTES is '4GB', which is no number of bytes; 4294967296 are kept."]
 
 
 def test_a_damaged_file_counts_as_none(folder):

@@ -90,6 +90,23 @@ def test_saved_model_is_stitched_once(session, tmp_path, monkeypatch):
         check(session.run(name, rows(2)), 3.0, rows(2))
 
 
+def test_copies_that_were_not_asked_for_lately_go(session, tmp_path, monkeypatch):
+    monkeypatch.setenv("TF_STITCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TF_STITCH_CACHE_BYTES", "1")
+    session.add("a", saved(scaled(3.0), tmp_path / "a"))
+    (first,) = (tmp_path / "cache" / "models").iterdir()
+    session.add("b", saved(scaled(5.0), tmp_path / "b"))
+    assert len(list(first.parent.iterdir())) == 2  # another process may be loading the first one
+    os.utime(first, (1000, 1000))
+    session.add("c", saved(scaled(7.0), tmp_path / "c"))
+    assert len(list(first.parent.iterdir())) == 2 and not first.exists()
+    for name, scale in zip("abc", (3.0, 5.0, 7.0), strict=True):
+        check(session.run(name, rows(2)), scale, rows(2))
+    os.utime(next(first.parent.iterdir()), (1000, 1000))
+    session.add("d", tmp_path / "a")
+    assert first.exists() and len(list(first.parent.iterdir())) == 2
+
+
 @pytest.mark.parametrize("damage", [
     lambda f: f.write_bytes(f.read_bytes()[:-9]), lambda f: f.write_bytes(b""), lambda f: f.unlink(),
     lambda f: f.write_bytes(bytes([*f.read_bytes()[:-9], f.read_bytes()[-9] ^ 1, *f.read_bytes()[-8:]]))])

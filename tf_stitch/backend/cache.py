@@ -1,6 +1,6 @@
 """Machine code kept on disk between runs, by a hash of everything that goes into it.
 
-``TF_STITCH_CACHE`` sets the folder.
+``TF_STITCH_CACHE`` sets the folder, ``TF_STITCH_CACHE_BYTES`` how much of each kind is kept.
 """
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import functools
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +20,8 @@ import platformdirs
 log = logging.getLogger("tf_stitch")
 
 FOLDER = "TF_STITCH_CACHE"  # names the folder
-MOST_BYTES = 4 << 30  # of one kind of files; those that were not used for longest go
+LIMIT = "TF_STITCH_CACHE_BYTES"  # says how much is kept
+MOST_BYTES = 4 << 30  # of one kind of files, where nothing says it; those that were not used for longest go
 LOOK_EVERY = 64  # files written by a process between looks at how much there is
 INCLUDE = Path(__file__).resolve().parent.parent / "codegen" / "include"
 
@@ -26,6 +29,20 @@ INCLUDE = Path(__file__).resolve().parent.parent / "codegen" / "include"
 def cache_folder() -> Path:
     """Where compiled code is kept between runs."""
     return Path(os.environ.get(FOLDER) or platformdirs.user_cache_dir("tf_stitch", appauthor=False))
+
+
+def most_bytes() -> int:
+    """Bytes of one kind of files that are kept."""
+    text = os.environ.get(LIMIT, "")
+    if text and not text.isdecimal():
+        _complain(LIMIT, f"{LIMIT} is '{text}', which is no number of bytes; {MOST_BYTES} are kept.")
+    return int(text) if text.isdecimal() else MOST_BYTES
+
+
+@functools.cache
+def _complain(about: str, warning: str) -> None:
+    """Logs a warning once."""
+    log.warning("%s", warning)
 
 
 _complained: set[Path] = set()  # folders that it was said of that they cannot be written
@@ -68,7 +85,7 @@ class Cache:
                     os.unlink(name)
                 raise
             if self._written % LOOK_EVERY == 0:
-                _remove_oldest(cache_folder() / self.kind)
+                remove_oldest(p for p in (cache_folder() / self.kind).rglob("*") if p.is_file())
             self._written += 1
         except OSError as error:
             if cache_folder() not in _complained:
@@ -77,21 +94,32 @@ class Cache:
                             "Set TF_STITCH_CACHE to a folder that can be written.", cache_folder(), error.strerror)
 
 
-def _remove_oldest(folder: Path) -> None:
-    """Leaves MOST_BYTES in a folder.  Other processes may use it meanwhile: what they miss they make anew."""
-    files: list[tuple[float, int, Path]] = []
-    for path in folder.rglob("*"):
+def remove_oldest(paths: Iterable[Path], spared_s: float = 0.0) -> None:
+    """Leaves :func:`most_bytes` of files and folders: what was not used for longest goes, by its time of change.
+
+    What was used in the last ``spared_s`` seconds stays.  Other processes may use them meanwhile: what they miss they
+    make anew.
+    """
+    found: list[tuple[float, int, Path]] = []
+    for path in paths:
         with contextlib.suppress(OSError):
-            if path.is_file():
-                found = path.stat()
-                files.append((found.st_mtime, found.st_size, path))
-    total = sum(size for _, size, _ in files)
-    for _, size, path in sorted(files):
-        if total <= MOST_BYTES:
+            found.append((path.stat().st_mtime, _bytes_of(path), path))
+    total = sum(size for _, size, _ in found)
+    for used, size, path in sorted(found):
+        if total <= most_bytes() or used > time.time() - spared_s:
             return
-        with contextlib.suppress(OSError):
-            path.unlink()
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
         total -= size
+
+
+def _bytes_of(path: Path) -> int:
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,10 +14,11 @@ from typing import Any
 import tensorflow as tf
 
 from .. import plans, saved_model
-from ..backend.cache import cache_folder
+from ..backend.cache import cache_folder, remove_oldest
 from ..errors import OptionError, SavedModelError
 from ..options import Options
 
+LOADED_S = 3600  # for so long after it was asked for, a copy may be on its way into memory
 DIGEST = "tf_stitch.sha256"  # of a copy in the cache folder: what its files were
 
 
@@ -76,6 +77,8 @@ def stitched_copy(source: Path, options: Options, target: str, verify: bool, own
         options = replace(options, target=target)
     goal = cache_folder() / "models" / _key(source, options, verify)
     if keep and _is_whole(goal):
+        with contextlib.suppress(OSError):  # of a folder that is read only
+            os.utime(goal)
         return goal
     place = _new_folder(goal.parent) if keep else None
     made = (place or own) / "stitched"
@@ -88,6 +91,7 @@ def stitched_copy(source: Path, options: Options, target: str, verify: bool, own
     finally:
         if place is not None:
             shutil.rmtree(place, ignore_errors=True)
+    remove_oldest(goal.parent.iterdir(), LOADED_S)
     return goal
 
 
