@@ -29,7 +29,7 @@ from tf_stitch.ir import dims as D
 from tf_stitch.ir import interp
 from tf_stitch.ir.builder import Builder
 from tf_stitch.ir.graph import Graph, Node
-from tf_stitch.program.program import Program
+from tf_stitch.program.program import Buffer, KernelStep, Program
 from tf_stitch.schedule import CUDA, build
 from tf_stitch.schedule.kernel_schedule import Part
 from tf_stitch.schedule.shared import compute_size
@@ -53,6 +53,45 @@ def programs(graphs: list[Graph], meaning: str, target=CUDA) -> list[Program]:
     laid = [compiler.lay_out(g, target) for g in graphs]
     code = host.compile_text(MEANINGS[meaning] + join_texts([k for _, kernels in laid for k in kernels]))
     return [replace(p, code=code) for p, _ in laid]
+
+
+def sums_of_tiles(sharing: int, stride: int, each: int, items: int) -> tuple[str, int, int, int]:
+    """A kernel in which ``sharing`` threads, ``stride`` apart, add up items of ``each`` sums for two turns of tiles;
+    how many tiles and sums of each there are, and the bytes in which they meet."""
+    count, tiles = each * items, 2 * 256 // sharing
+    parts = max(count * 256 * 8, 1)
+    own = "".join(f"""
+    TS_TILE_OWN(q, {k * each}, {each}, {sharing}, {stride}) {{
+      y0[t * {count} + {k * each} + q] = TS_TILE_SUM(double, a, {k * each}, q, {count}, {sharing}, {stride}, 0);
+    }}""" for k in range(items))
+    return f"""TS_KERNEL(tile_{sharing}_{stride}_{each}_{items}, 1, 0) {{
+  TS_ENTER(32)
+  TS_OUT(double, y0, 0)
+  TS_TILES(t, {tiles - 1}, {sharing}, {stride}) {{
+    double a[{count}];
+    TS_SHARES(h, {sharing}, {stride}) {{
+      TS_EACH(q, {count}) a[q] = 1e4 * t + q + (double)(1LL << (h % 48)) + h / 48;
+    }}
+    TS_TILE_JOIN(double, a, {count}, {sharing}, {stride}, 0){own}
+  }}
+}}""", tiles - 1, count, parts
+
+
+@pytest.mark.parametrize("meaning", [m for m in MEANINGS if m != "host"])
+def test_sums_of_tiles(meaning):
+    """Each is written once, by whatever number of threads it is shared, and holds what all of them had."""
+    cases = [(s, w, each, items) for s in (1, 2, 8, 16, 64, 256) for w in (1, 4, 16, 32, 128) if s * w <= 256
+             for each, items in ((1, 1), (3, 1), (4, 3), (16, 1), (12, 2))]
+    made = {case: sums_of_tiles(*case) for case in cases}
+    code = host.compile_text(MEANINGS[meaning] + "\n".join(text for text, *_ in made.values()))
+    for (sharing, stride, each, items), (_, tiles, count, parts) in made.items():
+        step = KernelStep(f"tile_{sharing}_{stride}_{each}_{items}", (0,), (), 1, parts, 1)
+        program = Program([Buffer("output", 0, "float64", (tiles, count))], [step], {}, [], code=code)
+        (got,) = host.run(program, [])
+        h = np.arange(sharing)
+        own = (2.0 ** (h % 48) + h // 48).sum()
+        want = sharing * (1e4 * np.arange(tiles)[:, None] + np.arange(count)) + own
+        np.testing.assert_array_equal(got, want, err_msg=f"{sharing} {stride} {each} {items}")
 
 
 def drawn(graph: Graph, sizes: dict[str, int], seed: int) -> list[np.ndarray]:

@@ -227,7 +227,7 @@ class Tiles:
             self.scopes.line(f"TS_TILE_JOIN({self.fold.type}, {acc}, {size}, {parts})")
             for k, item in enumerate(self.items):
                 with self._own(k) as (q, where):
-                    total = f"TS_TILE_SUM({self.fold.type}, {acc}, {q}, {size}, {parts})"
+                    total = f"TS_TILE_SUM({self.fold.type}, {acc}, {k * self.each}, {q}, {size}, {parts})"
                     value = contract.finish(self.e, item.node, where, self._result(total))
                     self.scopes.line(self.e.store(item.node, item.space, tuple(where[d] for d in item.mapped), value))
 
@@ -488,7 +488,7 @@ class Tiles:
 
     @contextmanager
     def _own(self, k: int) -> Iterator[tuple[str, Index]]:
-        """The sums of item ``k`` that this thread writes: which of all sums, and its index."""
+        """The sums of item ``k`` that this thread writes: which of the item's, and its index."""
         p, s = self.plan, self.split
         header = f"TS_TILE_OWN(q, {k * self.each}, {self.each}, {s.sharing}, {s.stride})"
         places = (("r", p.row, f"q / {s.columns}", s.rows), ("c", p.column, f"q % {s.columns}", s.columns))
@@ -502,4 +502,4 @@ class Tiles:
                 self.scopes.line(f"const ts_idx i{d} = {self._shifted(d, text)};")
             if conditions:
                 stack.enter_context(self.scopes.block(f"if ({' && '.join(conditions)})", conditional=True))
-            yield f"{k * self.each} + q", self.loops.index
+            yield "q", self.loops.index

@@ -145,9 +145,12 @@ struct ts_keeper {
 #define TS_LOADED(a, n) TS_EACH(ts_j, n) ts_loaded(a[ts_j]);
 #define TS_EACH(i, n) TS_UNROLL_(unroll) for (ts_idx i = 0; i < (n); ++i)
 #define TS_TILE_JOIN(T, a, A, S, W, parts) ts_tile_join<A, S, W>(a, (T*)(ts_shared + (parts)));
-#define TS_TILE_OWN(q, base, n, S, W) \
-  TS_EACH(q, n) if (((base) + q) % (S) == TS_SHARE_(S, W) && ts_t0 + TS_TILE_(S, W) < ts_tn)
-#define TS_TILE_SUM(T, a, q, A, S, W, parts) ts_tile_sum<A, S, W>(a, q, (const T*)(ts_shared + (parts)))
+#define TS_TILE_OWN(q, base, n, S, W)                                                             \
+  TS_EACH(ts_own, ((base) + (n)-1) / (S) - (base) / (S) + 1)                                      \
+    if (const ts_idx q = TS_SHARE_(S, W) + ((base) / (S) + ts_own) * (S) - (base);                \
+        q >= 0 && q < (n) && ts_t0 + TS_TILE_(S, W) < ts_tn)
+#define TS_TILE_SUM(T, a, base, q, A, S, W, parts) \
+  ts_tile_sum<A, S, W>(a, (base) / (S) + ts_own, (base) + q, (const T*)(ts_shared + (parts)))
 
 // The same by runs of W neighbours from ts_i on, each of which is loaded or stored at once.
 #define TS_LANE_RUNS(off, ext, L, W) \
@@ -276,29 +279,45 @@ __device__ __forceinline__ void ts_keep(ts_keeper& k, const float (&a)[n]) {
 
 // How many of the S threads of a tile are in one warp.
 template <int S, int W> constexpr int ts_near = W >= 32 ? 1 : S < 32 / W ? S : 32 / W;
-// Adds up a[0..A) over the S threads of every tile: within warps, and what warps have goes to parts.
+// Adds up `count` sums over threads that are d, 2 d, ... end / 2 apart.  Of two threads one goes on with the sums of even
+// numbers, the other with those of odd ones: thread t ends with those whose number is t modulo the number of threads.
+template <int count, int d, int end, class T>
+__device__ __forceinline__ void ts_tile_halve(T* a) {
+  if constexpr (d < end && count == 1) {
+    a[0] += __shfl_xor_sync(0xffffffffu, a[0], d);
+    ts_tile_halve<1, 2 * d, end>(a);
+  } else if constexpr (d < end) {
+    const bool odd = threadIdx.x / d % 2;
+#pragma unroll
+    for (int i = 0; i < (count + 1) / 2; ++i) {
+      const T even_one = a[2 * i], odd_one = 2 * i + 1 < count ? a[2 * i + 1] : T(0);
+      a[i] = (odd ? odd_one : even_one) + __shfl_xor_sync(0xffffffffu, odd ? even_one : odd_one, d);
+    }
+    ts_tile_halve<(count + 1) / 2, 2 * d, end>(a);
+  }
+}
+// Adds up a[0..A) over the S threads of every tile: within warps, and what warps have goes to parts.  Where one warp has
+// all of a tile's threads, the k-th sum of share h, number h + k S, is a[k] then.
 template <int A, int S, int W, class T>
 __device__ __forceinline__ void ts_tile_join(T (&a)[A], T* parts) {
   constexpr int N = ts_near<S, W>, tiles = TS_THREADS / S;
-#pragma unroll
-  for (int d = W; d < W * N; d *= 2) {
-#pragma unroll
-    for (int q = 0; q < A; ++q) a[q] += __shfl_xor_sync(0xffffffffu, a[q], d);
-  }
+  ts_tile_halve<A, W, W * N>(a);
   if constexpr (N < S) {
     const int share = threadIdx.x / W % S, tile = threadIdx.x % W + threadIdx.x / (S * W) * W;
     __syncthreads();
-    if (share % N == 0) {
 #pragma unroll
-      for (int q = 0; q < A; ++q) parts[(share / N * A + q) * tiles + tile] = a[q];
+    for (int k = 0; k < (A + N - 1) / N; ++k) {
+      const int q = share % N + k * N;
+      if (q < A) parts[(share / N * A + q) * tiles + tile] = a[k];
     }
     __syncthreads();
   }
 }
+// The k-th sum of this thread, number q of its tile.
 template <int A, int S, int W, class T>
-__device__ __forceinline__ T ts_tile_sum(const T (&a)[A], int q, const T* parts) {
+__device__ __forceinline__ T ts_tile_sum(const T (&a)[A], int k, int q, const T* parts) {
   constexpr int N = ts_near<S, W>, tiles = TS_THREADS / S;
-  if constexpr (N == S) return a[q];
+  if constexpr (N == S) return a[k];
   T sum = 0;
 #pragma unroll
   for (int w = 0; w < S / N; ++w) sum += parts[(w * A + q) * tiles + threadIdx.x % W + threadIdx.x / (S * W) * W];

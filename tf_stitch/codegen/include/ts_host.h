@@ -78,7 +78,7 @@ struct ts_problem {
 #define TS_EACH(i, n) TS_FOR_(i, 0, n)
 #define TS_TILE_JOIN(T, a, A, S, W, parts)
 #define TS_TILE_OWN(q, base, n, S, W) TS_FOR_(q, 0, n)
-#define TS_TILE_SUM(T, a, q, A, S, W, parts) (a)[q]
+#define TS_TILE_SUM(T, a, base, q, A, S, W, parts) (a)[(base) + q]
 
 // Runs of neighbours and row chains: text of the CUDA target, here with the whole row in one array, in which what
 // nothing wrote is NaN.
