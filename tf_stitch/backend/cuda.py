@@ -42,7 +42,8 @@ FLAGS = ("-std=c++17", "-fmad=false")
 NVCC = "TF_STITCH_NVCC"  # names the compiler
 NOTHING_KEPT = (1 << 64) - 1  # ts_grid.kept: -1
 NVCC_FLAGS = ("-w",)
-CACHES_SINCE = (12, 9)  # the release of NVRTC that has a cache of its own unless it is told not to
+# Flags of NVRTC, and the releases that they came with: kernels need no runtime, and are kept by this package.
+SINCE = {"--minimal": (12, 4), "-no-cache": (12, 9)}
 SPLITS_SINCE = (12, 0)  # the release of the assembler that can work on several cores
 _RELEASE = re.compile(r"\bcuda_(\d+)\.(\d+)")
 _TARGET = re.compile(r"(sm|compute)_(\d{2,3})")
@@ -213,7 +214,7 @@ class Library(Compiler):
         return self.library.chips()
 
     def front_end(self, number: str) -> FrontEnd:
-        own = ["-no-cache"] if self.library.release >= CACHES_SINCE else []
+        own = [flag for flag, since in SINCE.items() if self.library.release >= since]
         flags = [f"--gpu-architecture=sm_{number}", *FLAGS, "-w", *own]
         return FrontEnd(" ".join([self.library.build, *flags]), 0, lambda source: self._run(source, flags))
 
