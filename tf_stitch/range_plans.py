@@ -23,6 +23,7 @@ from .assemble import assemble
 from .backend.host import usable_cores
 from .codegen.grid import GridKernel
 from .codegen.kernel import Kernel
+from .codegen.unit import SEPARATOR
 from .fusion import variants
 from .fusion.variants import Range, Time
 from .ir import dims as D
@@ -39,6 +40,7 @@ Laid = tuple[Program, list[Kernel | GridKernel]]
 MANY_NODES = 24  # of a graph: fewer are planned before a process has read them
 FEW_CORES = 4  # with fewer, compilers need them all
 CORES_EACH = 2  # cores for each such process
+MOST_TRIED = 4  # kernels of a plan that are compiled before it is known that it pays
 MOST_SENT = 64 << 20  # bytes of literals that a process is worth to be sent
 
 
@@ -59,6 +61,7 @@ def lay_out(graph: Graph, target: Target, ranges: Sequence[Range], begin: Begin)
     with _Helpers(graph, target, ranges, begin) as helpers:
         general = plan_range(graph, target, whole, ranges)
         kept = [(whole, general, _told(general, begin))]
+        helpers.compare(general)
         helpers.help(lambda r: plan_range(graph, target, r, ranges))
         for r in reversed(bounded):
             made = helpers.plan(r) or plan_range(graph, target, r, ranges)
@@ -100,12 +103,14 @@ class _Helpers:
     narrowest.
 
     While ranges are planned, kernels of those that are ready are begun: those of the widest range, and of what then
-    pays.  They are sure to be part of the program but for the first, which nearly always is.
+    pays.  They are sure to be part of the program but for the first, which nearly always is.  Few kernels are begun as
+    soon as they are faster than those for all sizes: wider ranges take longer to plan, and cores have nothing to do.
     """
 
     def __init__(self, graph: Graph, target: Target, ranges: Sequence[Range], begin: Begin):
         self.bounded, self.begin = ranges[:-1], begin
         self.made: dict[Range, RangePlan] = {}
+        self.general: RangePlan | None = None  # the plan for all sizes, when there is one
         self.lock = threading.Lock()
         count = min(usable_cores() // CORES_EACH, len(self.bounded)) if _worth_helpers(graph) else 0
         self.left = list(self.bounded) if count else []  # what nobody plans yet
@@ -145,11 +150,26 @@ class _Helpers:
         with self.lock:
             return self.left.pop(at) if self.left else None
 
+    def compare(self, general: RangePlan) -> None:
+        """Takes the plan for all sizes, and begins kernels of those that are likely to be part of the program, too."""
+        with self.lock:
+            self.general = general
+            for r, plan in self.made.items():
+                self._try(r, plan)
+
+    def _try(self, r: Range, plan: RangePlan) -> None:
+        small = plan.lay_out()[0].text.count(SEPARATOR) < MOST_TRIED
+        likely = self.general is not None and plan.memory == self.general.memory \
+            and variants.pays(plan.times, self.general.times, r)
+        if variants.is_sure(r) or (small and likely):
+            _told(plan, self.begin)
+
     def arrived(self, r: Range, plan: RangePlan) -> None:
         """Takes the plan for a range, and begins the kernels that are then sure."""
         with self.lock:
             self.made[r] = plan
             self.ended[r].set()
+            self._try(r, plan)
             wider: RangePlan | None = None
             for other in reversed(self.bounded):
                 made = self.made.get(other)

@@ -127,6 +127,27 @@ def test_kernels_of_processes_are_begun_before_the_plan_for_all_sizes(late, help
     assert set(begun) == sure and len(sure) > 1
 
 
+@pytest.mark.parametrize("most", [0, 4])
+@pytest.mark.parametrize("first", ["a range", "all sizes"])
+def test_few_kernels_are_begun_when_they_are_faster_than_those_for_all_sizes(first, most, helped, monkeypatch):
+    """Nobody knows yet of the ranges between; one row has a plan of its own in any case."""
+    begun = []
+    graph = two_layers()
+    found = variants.ranges(graph, CUDA)
+    general, *plans = (range_plans.plan_range(graph, CUDA, r, found) for r in (found[-1], *found[:-2]))
+    monkeypatch.setattr(range_plans, "MOST_TRIED", most)
+    monkeypatch.setattr(range_plans, "_Helper", lambda job, work: nobody())
+    with range_plans._Helpers(graph, CUDA, found, begun.append) as helpers:
+        if first == "all sizes":
+            helpers.compare(general)
+        for r, plan in zip(found[:-2], plans, strict=True):
+            helpers.arrived(r, plan)
+        helpers.compare(general)
+    tried = {plan.lay_out()[0].text for r, plan in zip(found[:-2], plans, strict=True)
+             if r.most == 1 or (most and variants.pays(plan.times, general.times, r))}
+    assert set(begun) == tried and (len(tried) > 1) == (most > 0)
+
+
 def softmax_rows():
     b = Builder()
     x = b.param((None, 1024), "float32")

@@ -83,14 +83,19 @@ def estimates(plan: Draft, here: Range, found: Sequence[Range]) -> dict[int, Tim
 
 
 def pays(own: Mapping[int, Time], wider: Mapping[int, Time], here: Range) -> bool:
-    """True where a range's own plan is faster than the one for more sizes, at an end of the range.
-
-    One from 0 on always is: the estimates do not know how threads share out rows.  So is that for one row, where no
-    size is unknown: it gains more than estimates know of, and is wanted most often.
-    """
+    """True where a range's own plan is faster than the one for more sizes, at an end of the range."""
     assert here.most is not None
-    return not here.least or here.most == 1 or any(wider[n].ns - own[n].ns > (WORTH - 1) * own[n].work_ns
-                                                   for n in (here.least, here.most))
+    return is_sure(here) or any(wider[n].ns - own[n].ns > (WORTH - 1) * own[n].work_ns
+                                for n in (here.least, here.most))
+
+
+def is_sure(here: Range) -> bool:
+    """True where a plan of a range's own always pays.
+
+    One from 0 on does: the estimates do not know how threads share out rows.  So does that for one row, where no size
+    is unknown: it gains more than estimates know of, and is wanted most often.
+    """
+    return not here.least or here.most == 1
 
 
 def _deciding(graph: Graph, decides: Callable[[Node], bool]) -> D.Symbol | None:
