@@ -109,11 +109,11 @@ def test_includes_are_in_serving_s_build():
 def test_the_check_notices(tmp_path):
     shutil.copytree(ROOT / "custom_ops", tmp_path / "ops", ignore=shutil.ignore_patterns("__pycache__", "host"))
     folder = tmp_path / "ops"
-    (folder / "new.cc").write_text('#include "tensorflow/core/graph/graph.h"\n#  include <fcntl.h>\n')
+    (folder / "new.cc").write_text('#include "tensorflow/core/graph/subgraph.h"\n#  include <fcntl.h>\n')
     build = (folder / "BUILD").read_text()
     (folder / "BUILD").write_text(build.replace('"@org_tensorflow//tensorflow/core:lib",', '"//a:b",'))
     found = "\n".join(checker.problems(folder, [tmp_path]))
-    assert "new.cc includes tensorflow/core/graph/graph.h, which no target" in found
+    assert "new.cc includes tensorflow/core/graph/subgraph.h, which no target" in found
     assert "BUILD lacks its target @org_tensorflow//tensorflow/core:lib" in found
     assert f"which is not in {tmp_path}" in found
     assert checker.main([]) == 0
