@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <map>
 #include <thread>
 #include <utility>
 
@@ -27,13 +26,14 @@ void Append(const T& value, std::string* out) {
   out->append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-// A number for a list of launches, the same for equal lists.  Kept for ever: there are as many as distinct programs and
-// sizes.
-uint64_t Interned(const std::string& launches) {
+std::mutex& HeldMutex() {
   static auto& mu = *new std::mutex;
-  static auto& numbers = *new std::map<std::string, uint64_t>;
-  std::lock_guard<std::mutex> lock(mu);
-  return numbers.emplace(launches, numbers.size() + 1).first->second;
+  return mu;
+}
+
+LaunchList::Held& HeldLists() {
+  static auto& held = *new LaunchList::Held;
+  return held;
 }
 
 // What tells one launch from another, but for addresses; stays the same from process to process.
@@ -60,6 +60,25 @@ double CostUs(const Program& program, const Plan& plan, size_t step) {
 
 }  // namespace
 
+LaunchList::LaunchList(std::string launches) {
+  static uint64_t last = 0;
+  std::lock_guard<std::mutex> lock(HeldMutex());
+  auto [at, is_new] = HeldLists().try_emplace(std::move(launches));
+  if (is_new) at->second.number = ++last;  // never one that a request of a plan that is gone may still have
+  ++at->second.holders;
+  at_ = at;
+}
+
+LaunchList::~LaunchList() {
+  std::lock_guard<std::mutex> lock(HeldMutex());
+  if (--at_->second.holders == 0) HeldLists().erase(at_);
+}
+
+size_t LaunchList::Count() {
+  std::lock_guard<std::mutex> lock(HeldMutex());
+  return HeldLists().size();
+}
+
 CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready, bool may_pack)
     : mergeable(program, plan, ready.tf32() ? "cuda tf32" : "cuda") {
   std::vector<std::string> texts;
@@ -74,7 +93,7 @@ CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& rea
     Append(ready.code()->many(step), &all);  // of one module: equal names mean equal code there
     Append(ready.code()->kernel(step), &all);
   }
-  uint64_t number = Interned(all);
+  list = std::make_unique<LaunchList>(std::move(all));
   // Where some cannot be shared, each request's own graph is cheaper than launches one by one between superkernels.
   worth_packing = may_pack && packed == ready.launches();
   auto made = std::make_shared<Work>();
@@ -86,7 +105,7 @@ CudaWork::CudaWork(const Program& program, const Plan& plan, const CudaPlan& rea
       shape += texts[i];
       cost += CostUs(program, plan, ready.step(i));
     }
-    made->units.push_back({(number << 16) + made->units.size(), HashOfBytes(shape), cost,
+    made->units.push_back({(list->number() << 16) + made->units.size(), HashOfBytes(shape), cost,
                            worth_packing ? Company::kGathers : Company::kNone});
     begin.push_back(first);
     first = end;

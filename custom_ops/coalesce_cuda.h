@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,6 +24,27 @@ namespace tf_stitch {
 // Runs of fewer launches than this gain less from company than it costs to hold them and to tell of their end.
 constexpr size_t kLaunchesWorthHolding = 4;
 
+// A number for a list of launches, the same for equal lists as long as anyone holds one of them.
+class LaunchList {
+ public:
+  explicit LaunchList(std::string launches);
+  ~LaunchList();
+  LaunchList(const LaunchList&) = delete;
+  LaunchList& operator=(const LaunchList&) = delete;
+
+  uint64_t number() const { return at_->second.number; }
+  static size_t Count();  // different lists that are held
+
+  struct Holders {
+    uint64_t number = 0;
+    size_t holders = 0;
+  };
+  using Held = std::map<std::string, Holders>;
+
+ private:
+  Held::iterator at_;
+};
+
 // What requests of one plan share; kept with the plan.
 //
 // A unit is a run of launches.  Plans whose launches are equal (kernels, sizes, library calls), whatever their weights,
@@ -32,6 +54,7 @@ struct CudaWork : PlanExtra {
   // Without `may_pack` requests share no launches: a product's sums may be added in another order for more of them.
   CudaWork(const Program& program, const Plan& plan, const CudaPlan& ready, bool may_pack = true);
 
+  std::unique_ptr<LaunchList> list;
   std::shared_ptr<const Work> work;
   std::vector<size_t> begin;  // by unit: its first launch; then the number of launches
   std::vector<PackedLaunch> launches;

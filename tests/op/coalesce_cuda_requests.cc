@@ -193,6 +193,7 @@ int main(int argc, char** argv) {
       Must(m.work->work->units[0].company == shares, "a program is packed without kernels for many, or not with them");
       CudaWork apart(m.program, *m.plan, *m.ready, /*may_pack=*/false);
       Must(apart.work->units[0].company == Company::kNone, "a program is packed that must not be");
+      Must(apart.list->number() == m.work->list->number(), "equal launches have different numbers");
     }
     int tables = gpu.tables;
     int replays = gpu.replays, packed_before = gpu.packed, launches_before = gpu.launches;
@@ -216,6 +217,7 @@ int main(int argc, char** argv) {
     cuda::g_has_memory = true;
     gpu.launches = with_many ? launches : launches_before;
   }
+  Must(LaunchList::Count() == 0, "lists of launches are left over that no plan has");
   Must(gpu.alive == 0, "device memory, streams or events are left over");
   Must(gpu.packed > gpu.launches / 10, "little was packed");
   Must(g_alone > 0, "no request ran alone");
