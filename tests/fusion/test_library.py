@@ -196,3 +196,14 @@ def test_calls_stand_together_until_one_reads_what_comes_between():
     _, program = program_of(attention, shapes)
     kinds = [isinstance(s, LibraryStep) for s in program.steps]
     assert kinds == [True, True, True, False, True, False]  # q, k and v, which does not wait for the scores
+
+
+@pytest.mark.parametrize("unknown", [None, 5])
+def test_what_is_repeated_is_written_for_a_call(unknown):
+    """The gradient of a mean over words: nowhere in memory, but long products of it are the library's."""
+    def backward(b, x, w):
+        spread = b.broadcast_to(b.reshape(x, (x.shape[0], 1, 200)), (x.shape[0], 64, 200))
+        return plain(b, b.reshape(spread, (x.shape[0] * 64, 200)), w)
+
+    steps = check(backward, [(unknown, 200), (200, 400)], tolerance=1e-3)
+    assert steps and all(s.dims[-1] == 200 for s in steps)

@@ -7,6 +7,7 @@ import numpy as np
 
 from ..ir.dims import Dim
 from ..ir.graph import Node
+from .partition import ALWAYS_FLOATING
 
 DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 TINY_WORK = 1 << 14  # multiply-adds: a kernel does less than this while it waits for memory anyway
@@ -34,6 +35,16 @@ def through_views(n: Node, members: set[Node]) -> Node:
     while n.op == "reshape" and n in members:
         n = n.inputs[0]
     return n
+
+
+def in_memory(x: Node) -> Node:
+    """``x`` as a library can read it: what every reader would compute for itself is written."""
+    source = x
+    while source.op == "reshape":
+        source = source.inputs[0]
+    if source.op not in ALWAYS_FLOATING:
+        return x
+    return Node("transpose", [x], {"perm": tuple(range(x.rank))}, x.shape, x.dtype, x.origin)
 
 
 def without_relu(n: Node) -> tuple[Node, bool]:

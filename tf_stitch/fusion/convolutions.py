@@ -22,8 +22,7 @@ from ..ir.builder import Builder
 from ..ir.dims import Dim
 from ..ir.dtypes import WIDE
 from ..ir.graph import Graph, Node
-from .call import DTYPES, TINY_WORK, LibraryCall, repeated_vector, through_views, without_relu
-from .partition import ALWAYS_FLOATING
+from .call import DTYPES, TINY_WORK, LibraryCall, in_memory, repeated_vector, through_views, without_relu
 
 MIN_GROUP_CHANNELS = 8  # fewer channels in a group are no work for a library
 CALL_DTYPES = DTYPES - {"float64"}  # of the library's own convolutions
@@ -92,7 +91,7 @@ def _form(conv: Node, products: bool) -> Node:
         patches = _patches(conv, conv.inputs[1].shape[:-2], conv.shape[1:-1])
         return _product(conv, _builder(conv).reshape(patches, (*conv.shape[:-1], D.product(conv.inputs[1].shape[:-1]))))
     x, w = conv.inputs
-    return _with_filter(conv, _in_memory(x), w.inputs[0] if is_ready(conv) else _turned(w, conv.origin))
+    return _with_filter(conv, in_memory(x), w.inputs[0] if is_ready(conv) else _turned(w, conv.origin))
 
 
 def _product(conv: Node, patches: Node) -> Node:
@@ -119,7 +118,7 @@ def _filter_form(grad: Node, products: bool) -> Node:
     if not _suits(grad):
         return grad
     if grad.dtype in CALL_DTYPES and not (products and grad.attrs["groups"] == 1):
-        return grad.with_inputs(tuple(map(_in_memory, grad.inputs)))
+        return grad.with_inputs(tuple(map(in_memory, grad.inputs)))
     b = _builder(grad)
     g, size = grad.inputs[1], grad.attrs["size"]
     patches = _patches(grad, size, g.shape[1:-1])
@@ -168,16 +167,6 @@ def _turned(w: Node, origin: str) -> Node:
     """A filter [*window, in, out] as [out, *window, in] in memory."""
     perm = (w.rank - 1, *range(w.rank - 1))
     return Node("transpose", [w], {"perm": perm}, [w.shape[a] for a in perm], w.dtype, origin)
-
-
-def _in_memory(x: Node) -> Node:
-    """``x`` as a library can read it: what every reader would compute for itself is written."""
-    source = x
-    while source.op == "reshape":
-        source = source.inputs[0]
-    if source.op not in ALWAYS_FLOATING:
-        return x
-    return Node("transpose", [x], {"perm": tuple(range(x.rank))}, x.shape, x.dtype, x.origin)
 
 
 def _with_filter(conv: Node, x: Node, turned: Node) -> Node:

@@ -13,8 +13,9 @@ from ..ir import dims as D
 from ..ir.dims import Dim
 from ..ir.graph import Graph, Node
 from ..ir.structural import dot_free
+from ..schedule.tile import guess
 from . import batches, convolutions
-from .call import DTYPES, TINY_WORK, LibraryCall, repeated_vector, through_views
+from .call import DTYPES, TINY_WORK, LibraryCall, in_memory, repeated_vector, through_views
 
 LIGHT_ELEMENTS = 1 << 15  # of one matrix that every block reads again and again: it should stay in the first cache
 # Up to so many multiply-adds, or rows, a kernel's product is no slower than a call; beyond, tensor cores pay.
@@ -88,6 +89,8 @@ def prepare(dot: Node, target: Any) -> Node:
         for k in (0, 1):
             if _layout(dot, k) is None:
                 dot = _add_transpose(dot, k)
+            elif not (is_light(dot) or is_small(dot, guess) or _repeats_matrix(dot, k)):
+                dot = _with_operand(dot, k, in_memory(dot.inputs[k]), lambda a: a)
     return dot
 
 
@@ -211,11 +214,17 @@ def _sizes(dot: Node) -> tuple[Dim, ...]:
 def _shared(dot: Node, k: int, members: set[Node]) -> tuple[Node, bool]:
     """What is read for operand ``k``, and whether it is one matrix for the whole batch."""
     x = dot.inputs[k]
-    batch, free, contract = _axes(dot, k)
-    if x in members and x.op == "broadcast" and batch and not set(x.attrs["axes"]) & set(batch) \
-            and tuple(x.attrs["axes"]) == tuple(sorted((*free, *contract))):
+    if x in members and _repeats_matrix(dot, k):
         return x.inputs[0], True
     return x, False
+
+
+def _repeats_matrix(dot: Node, k: int) -> bool:
+    """True where operand ``k`` is one matrix for the whole batch."""
+    x = dot.inputs[k]
+    batch, free, contract = _axes(dot, k)
+    return x.op == "broadcast" and bool(batch) and not set(x.attrs["axes"]) & set(batch) \
+        and tuple(x.attrs["axes"]) == tuple(sorted((*free, *contract)))
 
 
 def _tail(out: Node, dot: Node, members: set[Node]) -> tuple[bool, Node | None]:
