@@ -63,7 +63,7 @@ class Scratch {
 using RunCandidate = std::function<std::string(int candidate, int round, Stream stream)>;
 
 constexpr int kTuningRounds = 8;            // `round` is below this
-constexpr double kTuningMilliseconds = 40;  // of one choice; the candidate at hand is finished
+constexpr double kTuningMilliseconds = 40;  // of one choice; the first few candidates are timed in any case
 
 // A size that stands for all sizes which share a choice: itself up to 16, then the next power of two.
 int64_t SizeClass(int64_t size);

@@ -6,7 +6,7 @@ lanes join; a fold along other dims keeps an accumulator per lane.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,7 @@ TILE = 16  # lanes of one tile of a transpose: a cache line of float32
 NARROW = 16  # rows shorter than this run together, so many at a time
 LOADS = 32  # of an element, that wait together on a GPU
 BATCH = 64  # elements of a thread of a GPU that are loaded or stored together, about
+FOLD_BATCH = 8  # the same of what it folds, of each value that it folds and writes
 MAX_ROWS = 5  # TS_ROWS5 is the largest
 ACCESS = 16  # bytes of a GPU thread's widest access
 
@@ -247,13 +248,18 @@ class Loops:
     @contextmanager
     def _batch_rows(self, rows: Sequence[int], width: int, batch: int) -> Iterator[None]:
         """A loop over the rows of a batch, u being a row's place in it, and in each over the thread's run."""
-        symbols = tuple(f"ts_i{d}" for d in rows)
-        with self.scopes.block(f"TS_BATCH_EACH(u, {self.lanes}, {batch})", symbols):
-            self._places(rows)
+        with self._batch_places(rows, self.lanes, batch):
             off, ext = self.box[self.lane or 0]
             with self.scopes.block(f"TS_LANE_RUNS({self.e.factor(off)}, {self.e.factor(ext)}, {self.lanes}, {width})",
                                    ("ts_ts_i",)):
                 yield
+
+    @contextmanager
+    def _batch_places(self, dims: Sequence[int], lanes: int, batch: int) -> Iterator[None]:
+        """A loop over the elements of some dims that a group of threads has of a batch, u being a place in it."""
+        with self.scopes.block(f"TS_BATCH_EACH(u, {lanes}, {batch})", tuple(f"ts_i{d}" for d in dims)):
+            self._places(dims)
+            yield
 
     def _places(self, dims: Sequence[int]) -> None:
         """Declares the indices of some dims whose elements ts_r counts, the last one fastest."""
@@ -402,10 +408,11 @@ class Loops:
 
     def _map_item(self, item: Item, index: Index) -> None:
         value = self._value(item, index)
-        where = tuple(index[d] for d in item.mapped)
-        if item.shift:
-            where = tuple(a + b for a, b in zip(where, item.shift, strict=True))
+        where = self._shifted(item, tuple(index[d] for d in item.mapped))
         self.scopes.line(self.e.store(item.node, item.space, where, value))
+
+    def _shifted(self, item: Item, where: Index) -> Index:
+        return tuple(a + b for a, b in zip(where, item.shift, strict=True)) if item.shift else where
 
     def _value(self, item: Item, index: Index) -> str:
         n = item.node
@@ -551,8 +558,11 @@ class Loops:
         with self._strip() as (span, slot):
             for _, fold, acc in items:
                 self._lane_array(fold.type, acc, fold.start, span, slot)
-            with self._split(folded, self.lanes):
-                self._take_lanes(items, span, slot)
+            if self._writes():
+                self._take_batches(items, folded, self.lanes, span, slot)
+            else:
+                with self._split(folded, self.lanes):
+                    self._take_lanes(items, span, slot)
             for _, fold, acc in items:
                 self._lines(fold.gather(f"{acc}[0]", self.lanes, lane=True))
             with self.scopes.block(f"TS_ROWS0({self.lanes})"), self.lane_loop("", span):
@@ -615,6 +625,9 @@ class Loops:
         off, ext = self.box[d]
         long = not isinstance(ext, int) or ext > 2 * GROUP
         if not long or not any(f.pairwise for _, f, _ in items):
+            if self._writes() and not self.e.kernel.target.is_host:
+                self._take_batches(items, [d], self.e.kernel.target.threads, span, slot)
+                return
             with self.serial(d):
                 self._take_lanes(items, span, slot)
             return
@@ -629,7 +642,34 @@ class Loops:
                 for (_, fold, part), (_, _, acc) in zip(parts, items, strict=True):
                     self.scopes.line(fold.step_lane(f"{acc}[{slot}]", f"{part}[{slot}]"))
 
-    def _take_lanes(self, items: Sequence[tuple[Item, Fold, str]], span: str, slot: str) -> None:
+    def _writes(self) -> list[Item]:
+        """What the stage writes to memory of the elements that it folds."""
+        return [i for i in self.stage.items if i.space == OUT and not self._folds(i)]
+
+    def _take_batches(self, items: Sequence[tuple[Item, Fold, str]], folded: list[int], lanes: int, span: str,
+                      slot: str) -> None:
+        """Takes some elements at a time that groups of ``lanes`` threads share, and then writes what is to be written.
+
+        A compiler cannot put a load before a store that may be to the same memory: each element would wait.
+        """
+        count = D.product(self.box[d][1] for d in folded)
+        each = -(-largest(count) // (self.e.kernel.target.threads // lanes))
+        batch = min(power_of_two(each), FOLD_BATCH)
+        kept = {item.node: f"{self.e.fresh('p')}" for item in self._writes()}
+        with self.scopes.block(f"TS_BATCHES({lanes}, {self.e.factor(count)}, {batch})"):
+            for node, name in kept.items():
+                self.scopes.line(f"{compute_type(node.dtype)} {name}[TS_STRIP_ROOM({self.lanes}) * {batch}];")
+            later = {node: f"{name}[{slot} * {batch} + u]" for node, name in kept.items()}
+            with self._batch_places(folded, lanes, batch):
+                self._take_lanes(items, span, slot, later)
+            with self._batch_places(folded, lanes, batch), self.lane_loop("", span):
+                for item in self._writes():
+                    where = tuple(self.index[d] for d in item.mapped)
+                    self.scopes.line(self.e.store(item.node, OUT, self._shifted(item, where), later[item.node]))
+
+    def _take_lanes(self, items: Sequence[tuple[Item, Fold, str]], span: str, slot: str,
+                    later: Mapping[Node, str] | None = None) -> None:
+        """What the items take of an element; values of ``later`` are put there instead of into memory."""
         accumulators = {i.node: (f, acc) for i, f, acc in items}
         with self.lane_loop("", span, all_lanes=all(map(self._folds, self.stage.items))):
             for item in self.stage.items:
@@ -637,6 +677,8 @@ class Loops:
                     fold, acc = accumulators[item.node]
                     value = contract.value(self.e, item.node, self.index)
                     self.scopes.line(fold.step_lane(f"{acc}[{slot}]", value))
+                elif later and item.space == OUT:
+                    self.scopes.line(f"{later[item.node]} = {self._value(item, self.index)};")
                 else:
                     self._map_item(item, self.index)
 

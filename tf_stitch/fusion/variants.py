@@ -17,6 +17,7 @@ from ..ir.graph import Graph, Node, view_source
 from . import cost
 from .call import LibraryCall
 from .columns import split_columns
+from .layouts import keep_channels_last
 from .library import has_library, prepare_calls
 from .planner import Draft, Planned, draft
 from .split import split_reductions
@@ -73,6 +74,7 @@ def _folds_rows(n: Node) -> bool:
 
 def draft_graph(graph: Graph, target: Any) -> Draft:
     """A draft of a graph's plan.  Raises Unschedulable when a single node has no schedule."""
+    graph = keep_channels_last(graph) if has_library(target) else graph
     return draft(split_reductions(prepare_calls(split_columns(graph, target), target), target), target)
 
 
