@@ -55,6 +55,12 @@ def dtype_name(enum: int) -> str:
         return "invalid"
 
 
+def _body_text(name: str, bases: Mapping[str, int], port: int) -> str:
+    """How a function body names an output; ``bases`` are in order, and an empty list begins where what follows does."""
+    arg, base = [(arg, base) for arg, base in bases.items() if base <= port][-1]
+    return f"{name}:{arg}:{port - base}"
+
+
 def shape_tuple(proto) -> StaticShape:
     """A TensorShapeProto as a tuple; None for an unknown rank."""
     if proto.unknown_rank:
@@ -320,14 +326,11 @@ class GraphView:
         """How an output of a node, which need not be in the view yet, is written as an input of others."""
         if not self.is_function:
             return f"{proto.name}:{port}" if port else proto.name
-        arg, base = max(((a, b) for a, b in self._bases(proto).items() if b <= port), key=lambda item: item[1])
-        return f"{proto.name}:{arg}:{port - base}"
+        return _body_text(proto.name, self._bases(proto), port)
 
     def body_text(self, ref: Ref) -> str:
         """How a function body names an output of a node."""
-        name, port = ref
-        arg, base = max(((a, b) for a, b in self.port_base(name).items() if b <= port), key=lambda item: item[1])
-        return f"{name}:{arg}:{port - base}"
+        return _body_text(ref[0], self.port_base(ref[0]), ref[1])
 
     # --- types and values ---------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from .control import CONTROL_FLOW, ENTER
 from .devices import is_cpu, is_gpu
 from .edits import Edit
 from .loops import BRANCHES, READS, WHILES, Loop, loops_of, plain
-from .view import PASS_THROUGH, FuncRef, GraphView, NodeView, Ref, may_have_effects, op_def
+from .view import PASS_THROUGH, GraphView, NodeView, Ref, may_have_effects, op_def
 
 OPS = {False: "StatelessStitchedWhile", True: "StitchedWhile"}  # by whether a turn sees effects of others
 PROGRAM = "StitchedProgram"
@@ -97,8 +97,8 @@ def _can_be_run(n: NodeView) -> bool:
         return False
     signature = op_def(n.op)
     assert signature is not None
-    return not any(isinstance(n.attr(a.name), FuncRef) for a in signature.attr if a.type == "func") and not any(
-        a.is_ref for a in (*signature.input_arg, *signature.output_arg))
+    calls = any(a.type in ("func", "list(func)") for a in signature.attr)
+    return not calls and not any(a.is_ref for a in (*signature.input_arg, *signature.output_arg))
 
 
 def _carries(outside: GraphView, loop: Loop, variable: Ref) -> bool:
