@@ -18,6 +18,7 @@
 #include "op_fallback.h"
 #include "tensorflow/core/common_runtime/function_body.h"
 #include "tensorflow/core/common_runtime/function_def_utils.h"
+#include "tensorflow/core/common_runtime/optimization_registry.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/device.h"
 #include "tensorflow/core/framework/function.h"
@@ -455,7 +456,26 @@ class StitchedWhileOp : public AsyncOpKernel {
     const auto* library = ctx->function_library()->GetFunctionLibraryDefinition();
     const tensorflow::FunctionDef* found = library->Find(function.name());
     if (!found) return absl::NotFoundError("Function '" + function.name() + "' of a loop is not in its graph.");
-    return tensorflow::FunctionDefToBodyHelper(*found, tensorflow::AttrSlice(&function.attr()), library, body);
+    TF_RETURN_IF_ERROR(
+        tensorflow::FunctionDefToBodyHelper(*found, tensorflow::AttrSlice(&function.attr()), library, body));
+    return PutInPlace(ctx->device()->name(), body->get());
+  }
+
+  // Lets TensorFlow exchange nodes as it does in every graph that is about to run on a device.  On a CPU, oneDNN's
+  // kernels take the place of others, and some nodes that Grappler makes have no other kernel that can run them.
+  static absl::Status PutInPlace(const std::string& device, FunctionBody* body) {
+    for (Node* node : body->graph->op_nodes()) node->set_assigned_device_name(device);
+    std::unordered_map<std::string, std::unique_ptr<tensorflow::Graph>> graphs;
+    auto& graph = graphs[device];
+    graph.reset(body->graph);
+    tensorflow::GraphOptimizationPassOptions options;
+    options.flib_def = graph->mutable_flib_def();
+    options.partition_graphs = &graphs;
+    options.is_function_graph = true;
+    absl::Status status = tensorflow::OptimizationPassRegistry::Global()->RunGrouping(
+        tensorflow::OptimizationPassRegistry::POST_PARTITIONING, options);
+    body->graph = graph.release();
+    return status;
   }
 
   const int graph_def_version_;

@@ -36,6 +36,18 @@ def multi_output(x, labels, scale):
 SPECS = (tf.TensorSpec([None, 8]), tf.TensorSpec([None, 4]), tf.TensorSpec([4]))
 
 
+def test_outputs_after_an_empty_list_have_names():
+    def fn(x):
+        return tf.raw_ops.RaggedTensorFromVariant(
+            encoded_ragged=x, input_ragged_rank=0, output_ragged_rank=0, Tvalues=tf.float32).output_dense_values * 2.0
+
+    body = concrete(fn, tf.TensorSpec([], tf.variant)).function_def
+    view = GraphView(body)
+    times = next(n for n in view if n.op == "Mul")
+    assert view.dtype(times.inputs[0]) == "float32"
+    assert view.body_text(times.inputs[0]) == view.ref_text(times.inputs[0]) == times.proto.input[0]
+
+
 def test_function_body_equals_its_graph():
     """The FunctionDef's port names resolve to the same refs, shapes and dtypes as the graph's."""
     fn = concrete(multi_output, *SPECS)

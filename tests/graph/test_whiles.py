@@ -234,6 +234,16 @@ def test_both_directions(graphs):
     assert loops(graphs) == (2, 0)
 
 
+def test_kernels_that_only_onednn_has(graphs):
+    """Of a convolution and its bias Grappler makes a node that TensorFlow exchanges when the graph is about to run."""
+    keras.utils.set_random_seed(1)
+    layer = keras.layers.ConvLSTM2D(3, 3, padding="same", return_sequences=True)
+    layer.build((None, None, 5, 6, 2))
+    both(lambda x: layer(x), (x_of(2, 1, 5, 6, 2),), (x_of(1, 4, 5, 6, 2),),
+         signature=[tf.TensorSpec([None, None, 5, 6, 2], tf.float32)])
+    assert loops(graphs) == (1, 0)
+
+
 def test_variables_are_read_in_every_call(graphs):
     v = tf.Variable(tf.ones([4]))
 
@@ -294,11 +304,18 @@ def branching(x, n):
     return tf.while_loop(lambda i, _: i < n, body, (0, x))
 
 
+def choosing(x, n):
+    def body(i, y):
+        return i + 1, tf.switch_case(i % 2, [lambda: tf.tanh(y) * 2.0, lambda: tf.sort(y) * 0.5])
+
+    return tf.while_loop(lambda i, _: i < n, body, (0, x))
+
+
 def independent(x, n):
     return tf.map_fn(lambda r: tf.nn.softmax(r) * 2.0 + tf.cast(n, tf.float32), x)
 
 
-@pytest.mark.parametrize(("fn", "stay"), [(nested, 2), (branching, 1), (independent, 1)])
+@pytest.mark.parametrize(("fn", "stay"), [(nested, 2), (branching, 1), (choosing, 1), (independent, 1)])
 def test_loops_that_stay(graphs, fn, stay):
     both(fn, (x_of(3, 4), tf.constant(2)), (x_of(3, 4), tf.constant(3)), signature=LOOP)
     assert loops(graphs) == (0, stay)
@@ -457,7 +474,7 @@ def test_what_is_marked(folders):
     """Loops with branches, effects or independent turns are left as they were."""
     from tf_stitch.graph.rewriter import rewrite
 
-    for fn, marked in ((nested, [True, False]), (branching, [False]), (independent, [False])):
+    for fn, marked in ((nested, [True, False]), (branching, [False]), (choosing, [False]), (independent, [False])):
         function = tf.function(fn, input_signature=LOOP).get_concrete_function()
         out, _ = rewrite(function.graph.as_graph_def(), tf_stitch.Options(target="host"))
         nodes = [*out.node, *(n for f in out.library.function for n in f.node_def)]
