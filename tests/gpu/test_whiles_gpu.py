@@ -29,11 +29,21 @@ from tests.graph.test_whiles import (  # noqa: F401 (fixtures and tests that hol
     test_threads_share_a_loop,
     test_variables_are_read_in_every_call,
     test_variables_that_change_places,
-    test_what_a_program_refuses_its_fallback_says,
     x_of,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
+
+
+def test_what_a_program_refuses_its_fallback_does(graphs):  # noqa: F811
+    """A row that is not there is zeros to TensorFlow on a GPU; on a CPU it is an error."""
+    def fn(x, n):
+        return tf.while_loop(lambda i, _: i < n, lambda i, y: (i + 1, tf.gather(y, tf.fill([3], i)) * 1.5 + tf.exp(y)),
+                             (0, x))[1]
+
+    x = x_of(3, 4) * 0.1
+    both(fn, (x, tf.constant(3)), (x, tf.constant(4)), signature=LOOP)
+    assert loops(graphs) == (1, 0)
 
 
 def test_turns_that_need_nothing_of_each_other(graphs):  # noqa: F811

@@ -94,10 +94,16 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert bench.ratio(rows, "w", "tensorflow", "stitched") == 0.5
 
 
-def test_a_plot_that_cannot_be_made_loses_no_results(monkeypatch, capsys) -> None:
-    rows = [bench.Row("ranker", "xla", latency_us=5.0, rounds_us=[5.0])]
-    monkeypatch.setattr(bench, "bench_saved_model", lambda *args, **more: rows)
-    assert cli.main(["bench", "ranker", "--json", "--plot", "/no/such/folder/p.png"]) == 1
+def test_a_plot_that_cannot_be_made_loses_no_results(monkeypatch, capsys, tmp_path: Path) -> None:
+    folder = tmp_path / "plots"
+    folder.mkdir()
+
+    def measured(*args, **more):
+        folder.rmdir()  # could be written when the command began
+        return [bench.Row("ranker", "xla", latency_us=5.0, rounds_us=[5.0])]
+
+    monkeypatch.setattr(bench, "bench_saved_model", measured)
+    assert cli.main(["bench", "ranker", "--json", "--plot", str(folder / "p.png")]) == 1
     told = capsys.readouterr()
     assert json.loads(told.out)["rows"][0]["workload"] == "ranker"
     assert "plot" in told.err.lower() and told.err.count("\n") == 1
