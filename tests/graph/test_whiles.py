@@ -311,6 +311,14 @@ def choosing(x, n):
     return tf.while_loop(lambda i, _: i < n, body, (0, x))
 
 
+def while_not_zero(x, n):
+    """A While node's condition may be a number."""
+    args = [tf.TensorSpec([], tf.int32), tf.TensorSpec([None, 4], tf.float32)]
+    cond, body = (tf.function(f, input_signature=args).get_concrete_function()
+                  for f in (lambda i, y: i, lambda i, y: (i - 1, tf.tanh(y) * 2.0)))
+    return tf.raw_ops.While(input=[n, x], cond=cond, body=body, output_shapes=[[], [None, 4]])
+
+
 def independent(x, n):
     return tf.map_fn(lambda r: tf.nn.softmax(r) * 2.0 + tf.cast(n, tf.float32), x)
 
@@ -474,7 +482,8 @@ def test_what_is_marked(folders):
     """Loops with branches, effects or independent turns are left as they were."""
     from tf_stitch.graph.rewriter import rewrite
 
-    for fn, marked in ((nested, [True, False]), (branching, [False]), (choosing, [False]), (independent, [False])):
+    for fn, marked in ((nested, [True, False]), (branching, [False]), (choosing, [False]), (independent, [False]),
+                       (while_not_zero, [False])):
         function = tf.function(fn, input_signature=LOOP).get_concrete_function()
         out, _ = rewrite(function.graph.as_graph_def(), tf_stitch.Options(target="host"))
         nodes = [*out.node, *(n for f in out.library.function for n in f.node_def)]

@@ -70,7 +70,8 @@ def mark(source: graph_pb2.GraphDef | function_pb2.FunctionDef, library: functio
         return
     view = GraphView(source, library)
     for loop in loops_of(view):
-        runs = loop.turns is not view and all(_can_be_run(n) for n in (*loop.body, *loop.tests) if not n.is_arg)
+        runs = loop.turns is not view and loop.tests.dtype(loop.test) == "bool" and all(
+            _can_be_run(n) for n in (*loop.body, *loop.tests) if not n.is_arg)
         if runs and (on_gpu or any(_carries(view, loop, v) for v in loop.next)):
             nodes[loop.name].attr[MARK].b = True
 
