@@ -8,6 +8,7 @@
 #include "autotune.h"
 #include "cuda_capture.h"
 #include "hash.h"
+#include "pause.h"
 
 namespace tf_stitch {
 namespace {
@@ -201,7 +202,7 @@ struct CudaDevice::UnderWay : Device::Ticket {
       cuda::Result result = device->driver_.EventQuery(end.get());
       if (result != cuda::kNotReady) return result;
       if (static_cast<double>(NowMicros() - start) < kSpinUs) {
-        std::this_thread::yield();
+        Pause();
       } else {
         std::this_thread::sleep_for(std::chrono::microseconds(10));
       }

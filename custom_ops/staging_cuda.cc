@@ -3,17 +3,18 @@
 #include <chrono>
 #include <cstring>
 #include <map>
-#include <thread>
 #include <utility>
+
+#include "pause.h"
 
 namespace tf_stitch::cuda {
 namespace {
 
 constexpr size_t kLeastBytes = size_t{16} << 10;
-constexpr int kMostLooking = 2;  // threads: each takes a core
-constexpr int kMostUrgent = 8;   // the same, of streams that go before others
-constexpr std::chrono::microseconds kLookFor(2000);
-constexpr int kMostAsked = 4;  // blocks, oldest first: where these are not free, hardly any is
+constexpr int kMostLooking = 2;                     // threads: each takes a core
+constexpr int kMostUrgent = 8;                      // the same, of streams that go before others
+constexpr std::chrono::microseconds kLookFor(500);  // longer waits sleep
+constexpr int kMostAsked = 4;                       // blocks, oldest first: where these are not free, hardly any is
 
 size_t BlockBytes(size_t bytes) {
   size_t up = kLeastBytes;
@@ -87,7 +88,7 @@ Result Staging::WaitFor(Event event, int most_looking) {
   if (looking_.fetch_add(1) < most_looking) {
     const auto end = std::chrono::steady_clock::now() + kLookFor;
     while ((result = driver_.EventQuery(event)) == kNotReady && std::chrono::steady_clock::now() < end) {
-      std::this_thread::yield();
+      Pause();
     }
   }
   --looking_;
