@@ -2,7 +2,7 @@
 
     python -m models.superkernels [--streams 2,16,64] [--rounds 8] [--out models/results]
 
-Writes h200_superkernels.json: rows {shape, streams, system, us}, where us is the time for one product of each stream;
+Writes h200_superkernels.json (and .txt): rows {shape, streams, system, us}, us being the time for one product of each;
 rounds follow each other as under load.  Systems:
 
   superkernel   the scheduler's own packing (custom_ops/superkernel_cuda.cc), its host work included
@@ -195,6 +195,21 @@ def ratios(rows: Sequence[dict[str, Any]], streams: int = 64) -> dict[str, dict[
     return out
 
 
+def text(record: dict[str, Any]) -> str:
+    """The record's rows as a table: microseconds for one product of each stream, by system."""
+    rows = record["rows"]
+    us = {(r["shape"], r["streams"], r["system"]): r["us"] for r in rows}
+    systems = list(dict.fromkeys(r["system"] for r in rows))
+    lines = [f"{'shape':8}{'streams':>8}" + "".join(f"{s:>13}" for s in systems)]
+    for shape, streams in dict.fromkeys((r["shape"], r["streams"]) for r in rows):
+        cells = (us.get((shape, streams, s)) for s in systems)
+        lines.append(f"{shape:8}{streams:8}" + "".join(f"{'-' if v is None else format(v, '.1f'):>13}" for v in cells))
+    for system, faster in record["superkernel is faster than"].items():
+        lines.append(f"times as fast as {system}: " + ", ".join(f"{name} {ratio}" for name, ratio in faster.items()))
+    lines += [f"{k}: {v}" for k, v in record.items() if k not in ("rows", "superkernel is faster than")]
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -219,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = {**bench.machine(), "superkernel is faster than": found, "rows": rows}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "h200_superkernels.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / "h200_superkernels.txt").write_text(text(record))
     print(json.dumps(found, indent=1))
     return 0
 

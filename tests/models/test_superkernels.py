@@ -35,3 +35,4 @@ def test_recorded_results_hold_every_shape():
     have = {(r["shape"], r["system"]) for r in record["rows"] if r["streams"] == 64}
     assert {(s, "superkernel") for s in (*superkernels.SHAPES, superkernels.MIXED)} <= have
     assert record["superkernel is faster than"] == superkernels.ratios(record["rows"])
+    assert (superkernels.RESULTS / "h200_superkernels.txt").read_text() == superkernels.text(record)
