@@ -9,6 +9,7 @@ import tf_stitch
 from tests.ways_in.test_direct_call import count  # noqa: F401 (a fixture)
 from tf_stitch import compiler, direct_call, rewrites
 from tf_stitch.graph import devices, guards, rewriter
+from tf_stitch.graph.view import GraphView
 from tf_stitch.options import Options
 
 check = tf.debugging
@@ -161,3 +162,15 @@ def test_replays_decline_where_an_assertion_fails(count, monkeypatch):  # noqa: 
     assert (count.replayed, count.declined) == (3, 2)
     np.testing.assert_allclose(f(x, y), np.tanh(x) * y.numpy() + 1, rtol=1e-6)
     assert count.replayed == 4
+
+
+def test_sizes_shown_are_found_however_many_ways_lead_to_them():
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.int32, [None])
+        data, size = x, tf.size(x)
+        for _ in range(64):  # 2 ** 64 paths
+            data, size = data + data, size + size
+    view, found = GraphView(graph.as_graph_def()), {}
+    guards._find_copies(view, [data.op.name, size.op.name], found)
+    assert sum(n.op == "AddV2" for n in found.values()) == 64 and sum(n.op == "Size" for n in found.values()) == 1
+    assert size.op.name in found and not {data.op.name, x.op.name} & found.keys()

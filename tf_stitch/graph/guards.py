@@ -107,16 +107,23 @@ def _guard(view: GraphView, condition: Ref, nodes: list[NodeView], ends: set[str
 
 
 def _find_copies(view: GraphView, names: Iterable[str], found: dict[str, NodeView]) -> None:
-    """Adds those of ``names``, and of what they read, that are constants or follow from shapes."""
-    for name in names:
-        n = view[name]
-        if n.op == "Const" or n.op in SHAPE_OPS:
-            found[name] = n
-        elif n.op in SYMBOLIC and name not in found:
-            sources = [src for src, _ in n.inputs]
-            _find_copies(view, sources, found)
-            if n.inputs and found.keys() >= set(sources):
-                found[name] = n
+    """Adds those of ``names``, and of what they read, that are constants or follow from shapes.
+
+    Each is asked once: there may be as many ways to one as there are paths of a graph.
+    """
+    seen: set[str] = set()
+    stack = list(names)
+    while stack:
+        n = view[stack[-1]]
+        made = n.op == "Const" or n.op in SHAPE_OPS
+        sources = {src for src, _ in n.inputs} if n.op in SYMBOLIC and not made else set()
+        if n.name not in seen:  # once more when all that it reads has been asked
+            seen.add(n.name)
+            stack.extend(sources - seen)
+            continue
+        stack.pop()
+        if made or (sources and found.keys() >= sources):
+            found[n.name] = n
 
 
 def _may_move(view: GraphView, guard: _Guard, run: set[str]) -> bool:
