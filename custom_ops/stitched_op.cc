@@ -12,6 +12,7 @@
 #include "coalescing.h"
 #include "counters.h"
 #include "held_call.h"
+#include "known_shapes.h"
 #include "plan.h"
 #include "program.h"
 #include "runtime_host.h"
@@ -49,12 +50,7 @@ REGISTER_OP("StitchedProgram")
         return absl::InvalidArgumentError("StitchedProgram: output_shapes has " + std::to_string(shapes.size()) +
                                           " entries for " + std::to_string(c->num_outputs()) + " outputs.");
       }
-      for (int i = 0; i < c->num_outputs(); ++i) {
-        tensorflow::shape_inference::ShapeHandle shape = c->UnknownShape();
-        if (!shapes.empty()) TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[i], &shape));
-        c->set_output(i, shape);
-      }
-      return absl::OkStatus();
+      return SetShapes(shapes, c);
     })
     .Doc(R"doc(
 Runs a cluster of operations as stitched kernels.

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "known_shapes.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
@@ -30,14 +31,7 @@ REGISTER_OP("StitchedVariables")
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) -> absl::Status {
       std::vector<tensorflow::PartialTensorShape> shapes;
       TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
-      for (int i = 0; i < c->num_outputs(); ++i) {
-        tensorflow::shape_inference::ShapeHandle shape = c->UnknownShape();
-        if (i < static_cast<int>(shapes.size())) {
-          TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[static_cast<size_t>(i)], &shape));
-        }
-        c->set_output(i, shape);
-      }
-      return absl::OkStatus();
+      return SetShapes(shapes, c);
     })
     .Doc("The values of the variables of these names, which nothing updates in part (scatter, sparse optimizers).");
 

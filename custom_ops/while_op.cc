@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "known_shapes.h"
 #include "moves.h"
 #include "op_fallback.h"
 #include "tensorflow/core/common_runtime/function_body.h"
@@ -49,14 +50,7 @@ using tensorflow::TensorValue;
 absl::Status Shapes(tensorflow::shape_inference::InferenceContext* c) {
   std::vector<tensorflow::PartialTensorShape> shapes;
   TF_RETURN_IF_ERROR(c->GetAttr("output_shapes", &shapes));
-  for (int i = 0; i < c->num_outputs(); ++i) {
-    tensorflow::shape_inference::ShapeHandle shape = c->UnknownShape();
-    if (i < static_cast<int>(shapes.size())) {
-      TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[static_cast<size_t>(i)], &shape));
-    }
-    c->set_output(i, shape);
-  }
-  return absl::OkStatus();
+  return SetShapes(shapes, c);
 }
 
 constexpr char kDoc[] = R"doc(
@@ -69,26 +63,20 @@ body: a function of the variables that gives their values in the next turn.
 output_shapes: what is known of the results' shapes; empty when nothing is.
 )doc";
 
-REGISTER_OP("StitchedWhile")
-    .Input("input: T")
-    .Output("output: T")
-    .Attr("T: list(type) >= 0")
-    .Attr("cond: func")
-    .Attr("body: func")
-    .Attr("output_shapes: list(shape) = []")
-    .SetIsStateful()
-    .SetShapeFn(Shapes)
-    .Doc(kDoc);
+#define REGISTER_LOOP(name)                    \
+  REGISTER_OP(name)                            \
+      .Input("input: T")                       \
+      .Output("output: T")                     \
+      .Attr("T: list(type) >= 0")              \
+      .Attr("cond: func")                      \
+      .Attr("body: func")                      \
+      .Attr("output_shapes: list(shape) = []") \
+      .SetShapeFn(Shapes)                      \
+      .Doc(kDoc)
 
-REGISTER_OP("StatelessStitchedWhile")  // neither has effects nor sees any
-    .Input("input: T")
-    .Output("output: T")
-    .Attr("T: list(type) >= 0")
-    .Attr("cond: func")
-    .Attr("body: func")
-    .Attr("output_shapes: list(shape) = []")
-    .SetShapeFn(Shapes)
-    .Doc(kDoc);
+REGISTER_LOOP("StitchedWhile").SetIsStateful();
+REGISTER_LOOP("StatelessStitchedWhile");  // neither has effects nor sees any
+#undef REGISTER_LOOP
 
 // What a node reads: a value's number, and whether nobody reads it afterwards (its memory may then become a result's).
 struct Read {

@@ -34,13 +34,12 @@ from . import runtime
 from .graph.control import CONTROL_FLOW
 from .graph.guards import OP as GUARD
 from .graph.reads import OP as READ
-from .graph.view import RET_OPS, GraphView, NodeView, Ref, op_def
+from .graph.updates import OP as ASSIGN
+from .graph.view import PROGRAM, RET_OPS, GraphView, NodeView, Ref, op_def
 
 log = logging.getLogger("tf_stitch")
 
-STITCHED = "StitchedProgram"
-ASSIGN = "StitchedAssign"
-PROGRAMS = frozenset({STITCHED, GUARD})  # they take what a call has where it lies, or decline
+PROGRAMS = frozenset({PROGRAM, GUARD})  # they take what a call has where it lies, or decline
 MOST_OPS = {"GPU": 8, "CPU": 2}  # of TensorFlow's own: an eager op takes about 20 us, an executor 50 (more on a GPU)
 MOST_STEPS = 16
 KEPT_GRAPHS = 64
@@ -62,7 +61,7 @@ def offer(name: str, options: str, graph: graph_pb2.GraphDef) -> None:
     Grappler may come again with what executors run, where reads are one op: what it was made of is remembered then.
     """
     ops = [n.op for n in graph.node if n.op not in FREE and n.op != "ReadVariableOp"]
-    if STITCHED not in ops or READ in ops or len(ops) > MOST_STEPS:
+    if PROGRAM not in ops or READ in ops or len(ops) > MOST_STEPS:
         return
     with _lock:
         _graphs[name, options] = graph
@@ -332,7 +331,7 @@ class _Maker:
     def _ordered(self) -> list[NodeView]:
         """The nodes to run, what writes to variables last; a variable that only programs read is read by them."""
         nodes = [n for n in self.view if n.op not in FREE and not self._is_read_by_programs(n)]
-        if all(n.op != STITCHED for n in nodes):
+        if all(n.op != PROGRAM for n in nodes):
             raise _No("it has no programs")
         late: set[str] = set()  # what waits for something that writes
         for n in self.view:
@@ -362,7 +361,7 @@ class _Maker:
 
     def _fetched(self, n: NodeView) -> list[int]:
         """The results of a GPU's program that it puts into host memory: those that functions hand out there."""
-        if n.op != STITCHED or not _on_gpu(n.device):
+        if n.op != PROGRAM or not _on_gpu(n.device):
             return []
         results = {self._source(r) for r in self.view.rets}
         return [port for port, kind in enumerate(n.outputs or ())

@@ -104,9 +104,9 @@ def remove_oldest(paths: Iterable[Path], spared_s: float = 0.0) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             found.append((path.stat().st_mtime, _bytes_of(path), path))
-    total = sum(size for _, size, _ in found)
+    total, most = sum(size for _, size, _ in found), most_bytes()
     for used, size, path in sorted(found):
-        if total <= most_bytes() or used > time.time() - spared_s:
+        if total <= most or used > time.time() - spared_s:
             return
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -6,7 +6,6 @@ a part of that: what a branch gives that is not taken is no tensor.  As one node
 """
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from ..errors import ImportFailed
 from ..ir.dtypes import DTYPES
 from . import lower
+from .bodies import add_functions, add_node, name_by_content
 from .control import CONTROL_FLOW, Atom, Context, contexts_of, origin, predicate_name
 from .edits import Edit, without_dead
 from .importer import import_cluster
@@ -224,8 +224,7 @@ class _Writer:
         self.edit.waits.update(dict.fromkeys(self.cond.names, (name,)))
         out = self.edit.graph()
         assert isinstance(out, graph_pb2.GraphDef)
-        there = {f.signature.name for f in out.library.function}
-        out.library.function.extend({b.signature.name: b for b in bodies if b.signature.name not in there}.values())
+        add_functions(out, bodies)
         return out
 
     def _live(self, ends: Iterable[Ref]) -> list[NodeView]:
@@ -265,13 +264,9 @@ class _Writer:
         for ref, name in self.args.items():
             fdef.signature.input_arg.add(name=name, type=tf.as_dtype(self.edit.dtype(ref)).as_datatype_enum)
         for n in nodes:
-            node = fdef.node_def.add(name=n.name, op=n.op, device=n.device, input=map(self._text, n.inputs))
-            for key, value in n.proto.attr.items() if n.proto is not None else ():
-                if not key.startswith("_"):
-                    node.attr[key].CopyFrom(value)
+            add_node(fdef, n, map(self._text, n.inputs), n.device)
         for k, ref in enumerate(ends):
             fdef.signature.output_arg.add(name=f"out_{k}", type=tf.as_dtype(self.view.dtype(ref)).as_datatype_enum)
             fdef.ret[f"out_{k}"] = self._text(ref)
-        digest = hashlib.sha256(fdef.SerializeToString(deterministic=True)).hexdigest()
-        fdef.signature.name = BRANCH_PREFIX + digest[:20]
+        name_by_content(fdef, BRANCH_PREFIX)
         return fdef

@@ -11,7 +11,7 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from .control import CONTROL_FLOW, contexts_of
 from .shapes import variable_shape
 from .variables import free_name
-from .view import ARG_OPS, RET_OPS, GraphView, NodeView, Ref, may_have_effects, op_def
+from .view import ARG_OPS, RET_OPS, GraphView, NodeView, Ref, may_have_effects, op_def, reached
 
 MANY_WAITS = 64  # pairs of who waits and for what that a node without a value stands for
 ENDS = ARG_OPS | RET_OPS | {"NoOp", "Placeholder", "PlaceholderWithDefault"}
@@ -223,14 +223,7 @@ def _checks(view: GraphView, run: set[str], guards: Iterable[set[str]]) -> set[s
 
 def _after(view: GraphView, name: str) -> set[str]:
     """What depends on a node."""
-    seen: set[str] = set()
-    stack = [name]
-    while stack:
-        n = stack.pop()
-        new = {*view.readers(n)} - seen
-        seen |= new
-        stack.extend(new)
-    return seen
+    return reached(view.readers(name), view.readers)
 
 
 def with_known_shapes(source: graph_pb2.GraphDef | function_pb2.FunctionDef, view: GraphView, keep: Iterable[str],

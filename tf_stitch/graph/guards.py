@@ -8,7 +8,6 @@ reads it once, and runs TensorFlow's own nodes, as a function, only where it doe
 """
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,12 +15,13 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
 from . import devices
+from .bodies import add_functions, add_node, name_by_content
 from .clusters import SHAPE_OPS
 from .conditionals import guards
 from .control import contexts_of
 from .edits import Edit, op_node, without_dead
 from .lower import SYMBOLIC
-from .view import GraphView, NodeView, Ref
+from .view import GraphView, NodeView, Ref, reached
 
 OP = "StitchedGuard"
 PREFIX = "tf_stitch_fallback_guard_"  # begins as fallbacks' names do: only they run it, and nothing changes it
@@ -80,8 +80,7 @@ def joined(source: graph_pb2.GraphDef, view: GraphView, keep: Iterable[str], run
         _add(edit, device, found, body, args, stitches)
     out = edit.graph(run)
     assert isinstance(out, graph_pb2.GraphDef)
-    there = {f.signature.name for f in out.library.function}
-    out.library.function.extend(b for b in made if b.signature.name not in there)
+    add_functions(out, made)
     return without_dead(out, GraphView(out), keep | run)
 
 
@@ -147,21 +146,12 @@ def _without_cycles(view: GraphView, found: list[_Guard]) -> list[_Guard]:
     after: set[str] = set()
     for guard in sorted(found, key=lambda g: max(place[name] for name in g.names)):
         direct = {*(r[0] for r in guard.outside), *_controls(view, guard)} - names
-        needs = _reached(direct, lambda name: (*(r[0] for r in view[name].inputs), *view[name].control_inputs))
+        needs = reached(direct, lambda name: (*(r[0] for r in view[name].inputs), *view[name].control_inputs))
         if needs.isdisjoint(after):
             kept.append(guard)
             names |= guard.names
-            after = (after | _reached(guard.ends, view.readers)) - names
+            after = (after | reached(guard.ends, view.readers)) - names
     return kept
-
-
-def _reached(start: Iterable[str], following: Callable[[str], Iterable[str]]) -> set[str]:
-    seen, stack = set(start), list(start)
-    while stack:
-        new = {*following(stack.pop())} - seen
-        seen |= new
-        stack.extend(new)
-    return seen
 
 
 def _controls(view: GraphView, guard: _Guard) -> list[str]:
@@ -192,18 +182,13 @@ def _function(view: GraphView, found: Iterable[_Guard]) -> tuple[function_pb2.Fu
         fdef.signature.input_arg.add(name=name, type=tf.as_dtype(view.dtype(ref)).as_datatype_enum)
     nodes = {n: None for guard in found for n in (*guard.copies, *guard.nodes)}
     for n in nodes:
-        assert n.proto is not None
         controls = [f"^{c}" for c in n.control_inputs if c in inside]
-        node = fdef.node_def.add(name=n.name, op=n.op, input=[
-            *(args.get(r) or view.body_text(r) for r in n.inputs), *controls])
-        for key, value in n.proto.attr.items():
-            if not key.startswith("_"):
-                node.attr[key].CopyFrom(value)
+        add_node(fdef, n, [*(args.get(r) or view.body_text(r) for r in n.inputs), *controls])
     for end in sorted(name for guard in found for name in guard.ends):
         fdef.control_ret[end] = end
         fdef.signature.control_output.append(end)
     fdef.signature.is_stateful = True
-    fdef.signature.name = PREFIX + hashlib.sha256(fdef.SerializeToString(deterministic=True)).hexdigest()[:20]
+    name_by_content(fdef, PREFIX)
     return fdef, list(args)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,16 +39,17 @@ from . import (
     updates,
     whiles,
 )
+from .bodies import add_node, name_by_content
 from .clusters import Cluster, Found, NodeInfo, Tensor
 from .devices import is_cpu, resolve
 from .edits import asserts_aside, with_known_shapes, without_dead, without_relays
 from .importer import import_cluster
 from .variables import merge_reads, read_before_gathers
-from .view import GraphView, NodeView
+from .view import PROGRAM, GraphView, NodeView
 
 Progress = Callable[[int, int, str], None]
 
-OP = "StitchedProgram"
+OP = PROGRAM
 OUTPUT_ARG = "results"
 FALLBACK_PREFIX = "tf_stitch_fallback_"
 MAX_STRAIGHT = 3  # rounds of writing loops out: what is known of lists may be another loop's number of turns
@@ -710,15 +710,8 @@ def _fallback(view: GraphView, c: Cluster) -> function_pb2.FunctionDef:
     for i, enum in enumerate(_types(view, c.outputs)):
         fdef.signature.output_arg.add(name=f"out_{i}", type=enum)
     for name in c.nodes:
-        source = view[name]
-        assert source.proto is not None
-        node = fdef.node_def.add(name=name, op=source.op, input=[
-            arg_of.get(r) or view.body_text(r) for r in source.inputs])
-        for key, value in source.proto.attr.items():
-            if not key.startswith("_"):
-                node.attr[key].CopyFrom(value)
+        add_node(fdef, view[name], [arg_of.get(r) or view.body_text(r) for r in view[name].inputs])
     for i, ref in enumerate(c.outputs):
         fdef.ret[f"out_{i}"] = view.body_text(ref)
-    digest = hashlib.sha256(fdef.SerializeToString(deterministic=True)).hexdigest()
-    fdef.signature.name = FALLBACK_PREFIX + digest[:20]
+    name_by_content(fdef, FALLBACK_PREFIX)
     return fdef

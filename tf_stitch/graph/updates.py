@@ -31,12 +31,13 @@ from ..ir.dtypes import DTYPES
 from .branches import KEEPS
 from .control import CONTROL_FLOW
 from .edits import op_node
+from .guards import OP as GUARD
 from .shapes import variable_shape
 from .variables import free_name
 from .view import RET_OPS, GraphView, NodeView, Ref, may_have_effects
 
 OP = "StitchedAssign"
-ASSERTIONS = frozenset({"Assert", "StitchedGuard"})
+ASSERTIONS = frozenset({"Assert", GUARD})
 ARITHMETIC = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
 WRITERS = frozenset({*ARITHMETIC, "AssignVariableOp"})
 READERS = frozenset({"ReadVariableOp", "VariableShape"})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ ARG_OPS = frozenset({"_Arg", "_DeviceArg"})
 RET_OPS = frozenset({"_Retval", "_DeviceRetval"})
 PASS_THROUGH = frozenset({"Identity", "StopGradient", "PreventGradient", "Snapshot"})
 LOOP_BACK = frozenset({"NextIteration", "RefNextIteration"})
+PROGRAM = "StitchedProgram"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,16 @@ def dtype_name(enum: int) -> str:
         return tf.dtypes.as_dtype(enum).name
     except TypeError:
         return "invalid"
+
+
+def reached(start: Iterable[str], following: Callable[[str], Iterable[str]]) -> set[str]:
+    """Some names, and all that follow on them."""
+    seen, stack = set(start), list(start)
+    while stack:
+        new = {*following(stack.pop())} - seen
+        seen |= new
+        stack.extend(new)
+    return seen
 
 
 def _body_text(name: str, bases: Mapping[str, int], port: int) -> str:

@@ -7,20 +7,19 @@ and the body of a loop that stayed (:mod:`.loops`) become functions of its varia
 """
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
+from .bodies import add_functions, name_by_content
 from .control import CONTROL_FLOW, ENTER
 from .devices import is_cpu, is_gpu
 from .edits import Edit
 from .loops import BRANCHES, READS, WHILES, Loop, loops_of, plain
-from .view import PASS_THROUGH, GraphView, NodeView, Ref, may_have_effects, op_def
+from .view import PASS_THROUGH, PROGRAM, GraphView, NodeView, Ref, may_have_effects, op_def
 
 OPS = {False: "StatelessStitchedWhile", True: "StitchedWhile"}  # by whether a turn sees effects of others
-PROGRAM = "StitchedProgram"
 TURN_PREFIX = "tf_stitch_turn_"
 MARK = "_tf_stitch_turns"  # as custom_ops/while_pass.cc has it
 # Have a state of their own, whose order in a turn means nothing.
@@ -45,7 +44,7 @@ def as_ops(source: graph_pb2.GraphDef, keep: Iterable[str], *, only_stitched: bo
         return source
     keep, view = set(keep), GraphView(source, source.library)
     edit = Edit(source, view)
-    made: dict[str, function_pb2.FunctionDef] = {}
+    made: list[function_pb2.FunctionDef] = []
     for loop in loops_of(view, in_branches=True):
         wanted = not only_stitched or any(n.op == PROGRAM for n in loop.body)
         if wanted and loop.turns is view and keep.isdisjoint(loop.inside) and _can_be_op(view, loop):
@@ -53,8 +52,7 @@ def as_ops(source: graph_pb2.GraphDef, keep: Iterable[str], *, only_stitched: bo
     if not edit.waits:
         return source
     out = edit.graph()
-    known = {f.signature.name for f in out.library.function}
-    out.library.function.extend(f for name, f in made.items() if name not in known)
+    add_functions(out, made)
     return out
 
 
@@ -109,7 +107,7 @@ def _carries(outside: GraphView, loop: Loop, variable: Ref) -> bool:
     return dtype != "variant" and not counts and plain(loop.turns, loop, loop.next[variable]) != variable
 
 
-def _put(edit: Edit, loop: Loop, made: dict[str, function_pb2.FunctionDef]) -> None:
+def _put(edit: Edit, loop: Loop, made: list[function_pb2.FunctionDef]) -> None:
     """Puts one node in a loop's place, and its functions into ``made``."""
     view = loop.turns
     constant = [ref for ref in loop.initial if view[ref[0]].op in ENTER and view[ref[0]].attr("is_constant")]
@@ -117,7 +115,7 @@ def _put(edit: Edit, loop: Loop, made: dict[str, function_pb2.FunctionDef]) -> N
     types = [view.dtype(loop.initial[ref]) for ref in variables]
     cond = _function(loop, variables, types, [loop.test], ["bool"])
     body = _function(loop, variables, types, [loop.next.get(ref, ref) for ref in variables], types)
-    made.update((f.signature.name, f) for f in (cond, body))
+    made += cond, body
     node = node_def_pb2.NodeDef(op=OPS[any(n.op in READS | RANDOM for n in loop.body)],
                                 device=next(n.device for n in loop.body if n.op not in FREE))
     node.attr["T"].list.type.extend(tf.as_dtype(t).as_datatype_enum for t in types)
@@ -154,8 +152,7 @@ def _function(loop: Loop, variables: Mapping[Ref, int], types: Iterable[str], re
     for i, (ref, t) in enumerate(zip(results, result_types, strict=True)):
         out.signature.output_arg.add(name=f"next_{i}", type=tf.as_dtype(t).as_datatype_enum)
         out.ret[f"next_{i}"] = text(ref)
-    digest = hashlib.sha256(out.SerializeToString(deterministic=True)).hexdigest()
-    out.signature.name = TURN_PREFIX + digest[:20]
+    name_by_content(out, TURN_PREFIX)
     return out
 
 

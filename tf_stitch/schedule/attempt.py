@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -315,12 +315,10 @@ class Attempt:
             self.block_ns = ProductTime(stages, frozenset(self.kept), self.storage.divided(self.kept), self.axes,
                                         self.blocks, self.target.cores)
             touched = [self._touched(s) for s in stages]
-            times = [self._product_time(self.block_ns, others, touched, sizes) for sizes in self._sizes()]
-            self.time = sum(times) / len(times)
+            self.time = self._mean_time(functools.partial(self._product_time, self.block_ns, others, touched))
         elif are_windows(self.nodes, self.target):
             self.block_ns = WindowTime(stages[0], self.axes, self.blocks, self.target)
-            times = [self._window_time(self.block_ns, sizes) for sizes in self._sizes()]
-            self.time = sum(times) / len(times)
+            self.time = self._mean_time(functools.partial(self._window_time, self.block_ns))
         return D.floordiv(cost, PER_CYCLE) + 1
 
     def _product_time(self, product_ns: ProductTime, others: float, touched: Sequence[_Touched],
@@ -331,6 +329,10 @@ class Attempt:
         busy = -(-blocks // self.target.cores) * (product_ns(sizes) + others) * (1 + IDLE * idle)
         memory = _far_bytes(touched, sizes) / min(STREAM * max(blocks, 1), MEMORY)
         return max(busy, memory) + min(busy, memory) / 4
+
+    def _mean_time(self, time: Callable[[Mapping[str, int]], float]) -> float:
+        times = [time(sizes) for sizes in self._sizes()]
+        return sum(times) / len(times)
 
     def _window_time(self, block_ns: WindowTime, sizes: Mapping[str, int]) -> float:
         """What a part of windows takes at some sizes of unknown dims."""
