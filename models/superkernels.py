@@ -32,6 +32,7 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
+from rich.table import Table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CONVS = {"conv2": (3136, 64, 576), "conv3": (784, 128, 1152), "conv4": (196, 256, 2304), "conv5": (49, 512, 4608)}
@@ -195,19 +196,27 @@ def ratios(rows: Sequence[dict[str, Any]], streams: int = 64) -> dict[str, dict[
     return out
 
 
-def text(record: dict[str, Any]) -> str:
-    """The record's rows as a table: microseconds for one product of each stream, by system."""
-    rows = record["rows"]
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows for people: microseconds for one product of each stream, by system."""
     us = {(r["shape"], r["streams"], r["system"]): r["us"] for r in rows}
     systems = list(dict.fromkeys(r["system"] for r in rows))
-    lines = [f"{'shape':8}{'streams':>8}" + "".join(f"{s:>13}" for s in systems)]
+    out = Table("shape", "streams", *systems)
     for shape, streams in dict.fromkeys((r["shape"], r["streams"]) for r in rows):
         cells = (us.get((shape, streams, s)) for s in systems)
-        lines.append(f"{shape:8}{streams:8}" + "".join(f"{'-' if v is None else format(v, '.1f'):>13}" for v in cells))
-    for system, faster in record["superkernel is faster than"].items():
-        lines.append(f"times as fast as {system}: " + ", ".join(f"{name} {ratio}" for name, ratio in faster.items()))
-    lines += [f"{k}: {v}" for k, v in record.items() if k not in ("rows", "superkernel is faster than")]
-    return "\n".join(lines) + "\n"
+        out.add_row(shape, str(streams), *("-" if v is None else f"{v:.1f}" for v in cells))
+    return out
+
+
+def write(folder: Path, facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Writes the record and its table, and returns how many times faster the superkernel is."""
+    from tf_stitch import bench
+
+    found = ratios(rows, 64 if any(r["streams"] == 64 for r in rows) else rows[-1]["streams"])
+    lines = [f"times as fast as {system}: " + ", ".join(f"{name} {ratio}" for name, ratio in faster.items())
+             for system, faster in found.items()]
+    record = {**facts, "superkernel is faster than": found, "rows": rows}
+    bench.write(folder, "h200_superkernels", record, facts, [table(rows)], lines)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -230,12 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += json.loads(other.read_text())
     from tf_stitch import bench
 
-    found = ratios(rows, 64 if 64 in streams else streams[-1])
-    record = {**bench.machine(), "superkernel is faster than": found, "rows": rows}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "h200_superkernels.json").write_text(json.dumps(record, indent=1) + "\n")
-    (args.out / "h200_superkernels.txt").write_text(text(record))
-    print(json.dumps(found, indent=1))
+    print(json.dumps(write(args.out, bench.machine(), rows), indent=1))
     return 0
 
 

@@ -365,14 +365,16 @@ def test_errors_of_a_turn_are_tensorflows(graphs):
     assert loops(graphs) == (1, 0)
 
 
-def test_what_a_program_refuses_its_fallback_says(graphs):
-    def fn(x, n):
-        return tf.while_loop(lambda i, _: i < n, lambda i, y: (i + 1, tf.gather(y, tf.fill([3], i)) * 1.5 + tf.exp(y)),
-                             (0, x))[1]
+def gathering(x, n):
+    """The i-th turn reads the i-th of three rows."""
+    return tf.while_loop(lambda i, _: i < n, lambda i, y: (i + 1, tf.gather(y, tf.fill([3], i)) * 1.5 + tf.exp(y)),
+                         (0, x))[1]
 
-    both(fn, counted(3), signature=LOOP)
+
+def test_what_a_program_refuses_its_fallback_says(graphs):
+    both(gathering, counted(3), signature=LOOP)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"is not in \[0, 3\)"):
-        tf_stitch.function(fn, input_signature=LOOP)(*counted(5))
+        tf_stitch.function(gathering, input_signature=LOOP)(*counted(5))
     assert loops(graphs) == (1, 0)
 
 
